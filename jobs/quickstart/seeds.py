@@ -11,8 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from asyncrl.config import Config, load_config
+from asyncrl.config import Config, ConfigError
 from asyncrl.rundir import open_run
+from jobs.seeds import evaluated, finished, trained_staleness
 
 CONFIG = Path(__file__).parent / "quickstart.yaml"
 LEAST_AFTER, LEAST_GAIN, MOST_BY_CHANCE = 0.92, 0.20, 0.05
@@ -26,32 +27,20 @@ def main(overrides: list[str]) -> int:
     the exit code of a run that failed."""
     rows, missed = [], []
     for name, arguments in RUNS.items():
-        command = [
-            *arguments,
-            *_inputs(arguments[1]),
-            "--name",
-            name,
-            "--resume",
-            "auto",
-            *overrides,
-        ]
-        wanted = load_config(CONFIG, command)
-        if (wanted.run_directory / "hf").exists():
-            if _differs(open_run(wanted.run_directory).config, wanted):
-                print(
-                    f"{wanted.run_directory} was made with other settings; remove it, or set"
-                    " another runs_root",
-                    file=sys.stderr,
-                )
-                return 2
-        elif code := subprocess.run([sys.executable, "-m", "jobs.quickstart", *command]).returncode:
-            return code
-        row, greedy = _row(name, wanted)
+        command = [*arguments, *_inputs(arguments[1]), "--name", name, *overrides]
+        try:
+            config = finished(["jobs.quickstart"], CONFIG, command)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
+        except subprocess.CalledProcessError as error:
+            return error.returncode
+        row, greedy = _row(name, config)
         rows.append(row)
         gain = greedy[1] - greedy[0]
         held = (
             gain <= MOST_BY_CHANCE
-            if wanted.reward.shuffle
+            if config.reward.shuffle
             else greedy[1] >= LEAST_AFTER and gain >= LEAST_GAIN
         )
         missed += [] if held else [name]
@@ -65,10 +54,6 @@ def main(overrides: list[str]) -> int:
     )
     print(f"missed by {', '.join(missed)}" if missed else "all bars met")
     return 1 if missed else 0
-
-
-def _differs(made: Config, wanted: Config) -> bool:
-    return made.model_dump(exclude={"resume"}) != wanted.model_dump(exclude={"resume"})
 
 
 def _inputs(seed: str) -> list[str]:
@@ -87,19 +72,11 @@ def _inputs(seed: str) -> list[str]:
     ]
 
 
-def _row(name: str, config: Config) -> tuple[str, list[float]]:
+def _row(name: str, config: Config) -> tuple[str, tuple[float, float]]:
     """The run's line, and its greedy accuracies before and after."""
     run = open_run(config.run_directory)
-    evaluations = run.records("evaluation")
-    greedy, sampled = (
-        [evaluation[f"eval/{kind}_accuracy"] for evaluation in (evaluations[0], evaluations[-1])]
-        for kind in ("greedy", "sampled")
-    )
-    staleness = [
-        outcome["staleness"]
-        for outcome in run.outcomes().to_pylist()
-        if outcome["outcome"] == "trained"
-    ]
+    greedy, sampled = (evaluated(run, f"eval/{kind}_accuracy") for kind in ("greedy", "sampled"))
+    staleness = trained_staleness(run)
     mean = sum(staleness) / len(staleness)
     gains = [f"{before:.1%} → {after:.1%}" for before, after in (greedy, sampled)]
     stale = f"mean {mean:.2f}, max {max(staleness)}"

@@ -47,6 +47,7 @@ HELD_OUT_PAIRS = frozenset(
 )
 """Pairs of kinds that training never sees together. It sees each of the kinds."""
 SETS = ("train", "held_out", "held_out_pairs")
+MANY_WORDS = 40
 PAIRS = 4
 """Pairs of kinds of each subject, at most. Each subject has all single kinds."""
 
@@ -133,6 +134,11 @@ def strict(
     ]
     parts = {kind: [one.get(kind) for one in judged] for kind in (*ALWAYS, *KINDS)}
     return {"reward": [float(all(one.values())) for one in judged], **parts}
+
+
+def length(completions: Sequence[str], **_: object) -> list[float]:
+    """A control: the number of words, up to MANY_WORDS, whatever the prompt asks for."""
+    return [min(len(text.split()) / MANY_WORDS, 1.0) for text in completions]
 
 
 def judge(answer: str, instructions: Sequence[Instruction], packages: str) -> dict[str, float]:

