@@ -37,11 +37,14 @@ from asyncrl.rewards.score import (
     group_call,
 )
 from asyncrl.runtime.failures import unforeseen
+from asyncrl.runtime.pace import Pace
 from asyncrl.runtime.ray.objects import DEATHS, Actor
 from asyncrl.text.answer import AnswerFormat
 
 TAKE_WAIT_S = 1.0
 RESTART_PAUSE_S = 0.2
+TAKE_EVERY_S = 0.1
+"""Least seconds between two takes from the workers. What finishes meanwhile comes in one take."""
 TAKEN_AHEAD = 2
 """Groups that a task takes at least, as a multiple of those that its processes run at once."""
 AHEAD_S = 0.5
@@ -49,7 +52,7 @@ AHEAD_S = 0.5
 MOST_IN_BLOCK = 256
 MOST_BLOCK_BYTES = 32 << 20
 """A block with this many groups or bytes takes no more groups."""
-BLOCK_EVERY_S = 0.02
+BLOCK_EVERY_S = 0.05
 """Least seconds between two blocks that are not full. Later, a group makes a block as soon as no
 event waits."""
 
@@ -338,7 +341,9 @@ def _take(
     try:
         left = list(workers)
         takes: dict[ray.ObjectRef[pa.Buffer | None], tuple[Actor, int]] = {}
-        while left and not stop.is_set():
+        pace = Pace(TAKE_EVERY_S)
+        while left and not stop.wait(pace.left_s()):
+            pace.sent()
             asked = sum(most for _, most in takes.values())
             free = max(0, slots.wait(TAKE_WAIT_S) - asked)
             busy = [worker for worker, _ in takes.values()]

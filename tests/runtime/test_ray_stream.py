@@ -8,10 +8,16 @@ import time
 
 import psutil
 import pyarrow as pa
+import pytest
 import ray.data
 
 from asyncrl.contracts.columns import json_field, row_values
-from asyncrl.runtime.ray.stream import stream_blocks
+from asyncrl.runtime.ray.stream import (
+    LONGEST_WAIT_S,
+    STEP_EVERY_S,
+    EndlessExecution,
+    stream_blocks,
+)
 
 ROWS = 32
 
@@ -88,6 +94,35 @@ def test_a_block_does_not_wait_for_the_next(ray_cluster, tmp_path):
     assert next(blocks)["number"].to_pylist() == [0]
     until.touch()
     assert [block["number"].to_pylist() for block in blocks] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("tables", "pause_s", "least_s"),
+    [
+        pytest.param(200, 0.005, STEP_EVERY_S, id="busy"),
+        pytest.param(2, 2.0, LONGEST_WAIT_S, id="quiet"),
+    ],
+)
+def test_scheduling_steps_are_rare(ray_cluster, monkeypatch, tables, pause_s, least_s):
+    """Blocks that come fast share a step, and a stream without blocks takes few."""
+
+    def paused():
+        for number in range(tables):
+            yield pa.table({"number": [number]})
+            time.sleep(pause_s)
+
+    steps, original = [], EndlessExecution.on_execution_step
+    monkeypatch.setattr(
+        EndlessExecution,
+        "on_execution_step",
+        lambda *arguments: (steps.append(time.monotonic()), original(*arguments)),
+    )
+    blocks = stream_blocks(paused, unchanged, 64 << 20, "paused")
+    found = [next(blocks)["number"].to_pylist()]
+    steps.clear()
+    found += [block["number"].to_pylist() for block in blocks]
+    assert found == [[number] for number in range(tables)]
+    assert len(steps) <= (steps[-1] - steps[0]) / least_s + 4
 
 
 def test_two_streams_created_at_once_keep_their_limits(ray_cluster, monkeypatch):

@@ -40,11 +40,9 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         pa.ArrowInvalid, OSError: the file is damaged, not Parquet, or not a regular file.
     """
     with _opened(path) as file:
-        return pa.parquet.read_table(
-            file,
-            columns=list(columns) if columns is not None else None,
-            page_checksum_verification=True,
-        )
+        if columns is None:  # pyarrow's read_table takes half as long again, and reads the same
+            return pa.parquet.ParquetFile(file, page_checksum_verification=True).read()
+        return pa.parquet.read_table(file, columns=list(columns), page_checksum_verification=True)
 
 
 def stream_table(

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import ray.data
 from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.data._internal.execution.metadata_fetcher import InlineMetadataFetcher
 from ray.data._internal.execution.operators.map_operator import MapOperator
 from ray.data._internal.output_buffer import OutputBlockSizeOption
 from ray.data.block import BlockMetadata
 from ray.data.context import DataContext
 from ray.data.datasource import Datasource, ReadTask
 
+from asyncrl.runtime.pace import Pace
 from asyncrl.runtime.processes.stacks import register_stacks_as
 from asyncrl.runtime.ray.defaults import TASK_CPUS
 from asyncrl.runtime.ray.objects import DEATHS
@@ -44,6 +46,12 @@ that repeats must end the run."""
 
 HELD_BACK_PAUSE_S = 0.2
 """Seconds to sleep while the consumer has no room."""
+STEP_EVERY_S = 0.1
+"""Least seconds from the beginning of a scheduling step to the next one. Blocks that come fast
+share a step."""
+LONGEST_WAIT_S = 0.5
+"""Longest time without a scheduling step, and so the longest that the end of a stream is noticed
+late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +93,19 @@ class EndlessExecution(ExecutionCallback):
     """Changes how Ray Data runs a stream. Both methods use Ray Data's internals, as no other module
     does."""
 
+    def __init__(self) -> None:
+        self._pace = Pace(STEP_EVERY_S)
+
     def before_execution_starts(self, executor: StreamingExecutor) -> None:
-        """Keep every table of the source as one block.
+        """Keep every table of the source as one block, and read a block in one step.
 
         Ray Data cuts tables into blocks of one size, or collects them until a block is full. With
         `target_max_block_size: None` it collects until the task ends. Only this internal option
-        keeps blocks as they are. The tasks get the transformers later, with their first input."""
+        keeps blocks as they are. The tasks get the transformers later, with their first input.
+
+        By default a thread fetches the metadata of each block. The loop spins meanwhile, if another
+        block waits. Here the metadata are in this node's store when the block arrives."""
+        executor._metadata_fetcher = InlineMetadataFetcher()
         for operator in executor._topology or ():
             if isinstance(operator, MapOperator):
                 for transform in operator._map_transformer._transform_fns:
@@ -99,11 +114,21 @@ class EndlessExecution(ExecutionCallback):
                     )
 
     def on_execution_step(self, executor: StreamingExecutor) -> None:
-        """Sleep after a scheduling step in which the consumer held a stage back. Otherwise Ray
-        Data's loop would spin and use a core of the driver."""
+        """Wait until the next scheduling step has something to do. A step costs milliseconds,
+        however many blocks it reads, and Ray Data's loop takes ten a second or more.
+
+        While the consumer holds a stage back, the loop would spin and use a core of the driver."""
         topology = executor._topology or ()
         if any(operator._in_task_output_backpressure for operator in topology):
             time.sleep(HELD_BACK_PAUSE_S)
+        else:
+            time.sleep(self._pace.left_s())
+            running = [
+                task.get_waitable() for operator in topology for task in operator.get_active_tasks()
+            ]
+            if running:
+                ray.wait(running, timeout=LONGEST_WAIT_S, fetch_local=False)
+        self._pace.sent()
 
 
 class EndlessSource(Datasource):
