@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -52,9 +52,8 @@ AHEAD_S = 0.5
 MOST_IN_BLOCK = 256
 MOST_BLOCK_BYTES = 32 << 20
 """A block with this many groups or bytes takes no more groups."""
-BLOCK_EVERY_S = 0.05
-"""Least seconds between two blocks that are not full. Later, a group makes a block as soon as no
-event waits."""
+BLOCK_WAIT_S = 0.05
+"""Longest time that a ready group waits for others of its task whose rewards are under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,10 @@ class Slots:
             self._changed.wait_for(lambda: self._free() > 0, timeout_s)
             return max(0, self._free())
 
+    def under_way(self) -> bool:
+        """Whether the task has groups whose rewards are not done."""
+        return self._held > 0
+
     def take(self, groups: int) -> None:
         """The task has taken this many groups."""
         with self._changed:
@@ -160,7 +163,7 @@ def rewarded_groups(
         slots = Slots(TAKEN_AHEAD * config.processes * config.concurrency)
         stages = _Stages(config, pool, slots, reference, distillation)
         with _taking(workers, reader, slots) as events:
-            for ready in _blocks(events, stages):
+            for ready in _blocks(events, stages, slots.under_way):
                 yield pa.concat_tables(ready, promote_options="permissive").combine_chunks()
 
 
@@ -210,26 +213,33 @@ class _Stages:
         logprobs.add_done_callback(partial(_referred, events, group, asked, time.monotonic()))
 
 
-def _blocks(events: _Events, stages: _Stages) -> Iterator[list[pa.Table]]:
-    """Handle events, and yield the groups that are ready, until the events end."""
+def _blocks(
+    events: _Events, stages: _Stages, under_way: Callable[[], bool] = lambda: False
+) -> Iterator[list[pa.Table]]:
+    """Handle events, and yield the groups that are ready, until the events end.
+
+    Args:
+        under_way: whether rewards of groups are not done yet.
+    """
     ready: list[pa.Table] = []
     size = 0
-    due = time.monotonic()
+    due = math.inf
     ended = False
     while not ended:
         try:
             event = events.get(timeout=max(0.0, due - time.monotonic()) if ready else None)
             ended = event is None
             if event is not None and (group := stages.handle(event, events)) is not None:
+                due = due if ready else time.monotonic() + BLOCK_WAIT_S
                 ready.append(group)
                 size += group.nbytes
         except queue.Empty:
             pass
-        late = time.monotonic() >= due and events.empty()
+        complete = events.empty() and (not under_way() or time.monotonic() >= due)
         full = len(ready) == MOST_IN_BLOCK or size >= MOST_BLOCK_BYTES
-        if ready and (ended or late or full):
+        if ready and (ended or complete or full):
             yield ready
-            ready, size, due = [], 0, time.monotonic() + BLOCK_EVERY_S
+            ready, size = [], 0
 
 
 @contextlib.contextmanager

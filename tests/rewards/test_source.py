@@ -3,6 +3,7 @@
 import pickle
 import queue
 import threading
+import time
 
 import pyarrow as pa
 import pytest
@@ -42,13 +43,27 @@ def test_what_is_ready_makes_one_block_and_a_single_group_does_not_wait():
     assert list(blocks) == []
 
 
-def test_groups_that_come_soon_after_a_block_share_the_next_one(monkeypatch):
-    monkeypatch.setattr(source, "BLOCK_EVERY_S", 60.0)
-    events, blocks = blocks_of("a")
-    assert next(blocks) == ["a"]
-    for event in ("b", "started", "c", "d", None):
-        events.put(event)
-    assert list(blocks) == [["b", "c", "d"]]
+def test_a_ready_group_waits_for_those_of_its_take(monkeypatch):
+    """Until no reward is under way, or for BLOCK_WAIT_S."""
+    monkeypatch.setattr(source, "BLOCK_WAIT_S", 60.0)
+    under_way, events = [True], queue.Queue()
+    blocks = _blocks(events, Stages(), lambda: under_way[0])
+    events.put("a")
+    reader = threading.Thread(target=lambda: found.append(next(blocks)))
+    found = []
+    reader.start()
+    while not events.empty():
+        time.sleep(0.01)
+    assert found == []
+    under_way[0] = False
+    events.put("b")
+    reader.join(30.0)
+    assert found == [["a", "b"]]
+
+    under_way[0] = True
+    monkeypatch.setattr(source, "BLOCK_WAIT_S", 0.01)
+    events.put("c")
+    assert next(blocks) == ["c"]
 
 
 def test_ready_groups_come_before_the_end():
