@@ -37,7 +37,7 @@ LAYERS = (
     ("observe",),
     ("preflight",),
     ("run",),
-    ("cli",),
+    ("cli", "commands"),
 )
 """Folders from the bottom up. A folder imports only from those below it; `testing` is free."""
 STATIONS = LAYERS[7]
@@ -50,7 +50,7 @@ BETWEEN_STATIONS = {
     ("serving", "generation"),
 }
 """(importer, imported): the only stations that import another."""
-TAKE_CONFIG = ("config", "rundir", "preflight", "run", "cli", "testing")
+TAKE_CONFIG = ("config", "rundir", "preflight", "run", "commands", "testing")
 """Folders that may take a whole `Config`."""
 WHOLE_CONFIG = {
     "asyncrl.config.Config",
