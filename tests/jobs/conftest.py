@@ -171,14 +171,16 @@ def shared_memory() -> Callable[..., set[str]]:
         return found
 
     def look() -> set[str]:
-        files = {
-            str(path)
-            for path in Path("/dev/shm").rglob("*")
-            if path.is_file() and not any(map(_lives, re.findall(r"-(\d+)\.", path.name)))
-        }
+        files = {}
+        for path in Path("/dev/shm").rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and not any(map(_lives, re.findall(r"-(\d+)\.", path.name))):
+                    files[str(path.stat().st_ino)] = str(path)
+        # By number: a semaphore is mapped by the name that it had before its own.
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
-                files -= set(re.findall(r"/dev/shm/\S+", maps.read_text()))
-        return files
+                for number in re.findall(r" (\d+) +/dev/shm/", maps.read_text()):
+                    files.pop(number, None)
+        return set(files.values())
 
     return left
