@@ -17,7 +17,7 @@ PACKAGE = ROOT / "asyncrl"
 LAYERS = (
     ("contracts", "sandbox"),
     ("runtime",),
-    ("text", "web"),
+    ("charts", "text", "web"),
     ("algorithms", "sessions"),
     ("config", "api"),
     ("models",),
@@ -59,6 +59,7 @@ WHOLE_CONFIG = {
 }
 """Importing one of these gives access to the class of a whole config."""
 HOMES = {
+    "altair": ["charts", "rundir.charts"],
     "vllm": ["generation", "weights"],
     "deepspeed": ["learning", "preflight.resources.memory_estimate", "run.export"],
     "ray.serve": [
@@ -280,6 +281,7 @@ SURFACE = {
     "algorithms": (
         "CHUNK_ELEMENTS LIVE_CHUNKS chunk_elements supervised_loss token_logprobs token_weights"
     ),
+    "charts": "Chart picture themed",
     "config": (
         "AgentCommand AgentFunction AlgorithmConfig CheckpointConfig Config ConfigError DataConfig "
         "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet FunctionEnvironment "

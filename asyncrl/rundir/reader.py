@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,6 +34,9 @@ from asyncrl.rundir.metrics import read_metrics
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
 from asyncrl.runtime.files import parquet
+
+if TYPE_CHECKING:
+    from asyncrl.rundir.charts import RunCharts
 
 PER_TRAJECTORY = (
     "completion_text",
@@ -126,6 +129,13 @@ class Run:
         return [
             record for record in read_metrics(self.directory) if event in (None, record["event"])
         ]
+
+    @property
+    def charts(self) -> RunCharts:
+        """Charts of the run's files, such as `run.charts.reward()`."""
+        from asyncrl.rundir.charts import RunCharts  # Altair takes a while
+
+        return RunCharts(self)
 
     def status(self) -> Status:
         """Phase, step and versions, from the records of the newest attempt, and whether the run

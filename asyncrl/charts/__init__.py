@@ -1,0 +1,6 @@
+"""Charts of a run, the same in the page, in notebooks and in the docs: pure functions from Arrow
+tables to Altair charts. `Run.charts` calls them with a run's own tables."""
+
+from asyncrl.charts.drawing import Chart, picture, themed
+
+__all__ = ["Chart", "picture", "themed"]
