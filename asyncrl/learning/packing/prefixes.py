@@ -4,8 +4,9 @@ common prefix once. Pure and deterministic, so that every rank computes the same
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -43,19 +44,63 @@ def pack_shared(
     Raises:
         ValueError: the tokens of a row, or of `units`, are above `max_tokens`.
     """
-    if not rows:
-        return pack((), max_tokens, world_size)
-    forest = shared_rows(rows)
-    fair, limits = forest.tokens / world_size, {max_tokens}
+    if not rows or not all(map(len, rows)):
+        return pack([len(row) for row in rows], max_tokens, world_size)
+    forest, room = shared_rows(rows), max_tokens
+    while True:
+        plan = _planned(rows, forest, room, max_tokens, world_size, quadratic, units)
+        if (above := _most_tokens(rows, plan) - max_tokens) <= 0:
+            return _counted(rows, plan, max_tokens)
+        # Rows of one micro-batch may lack a prefix that was worth a segment in the whole step.
+        room = max(0, room - above)
+
+
+def _planned(
+    rows: Sequence[np.ndarray],
+    forest: Forest,
+    room: int,
+    max_tokens: int,
+    world_size: int,
+    quadratic: float,
+    units: Sequence[Sequence[int]] | None,
+) -> Packing:
+    """The fastest plan whose micro-batches have at most `room` tokens, if no unit has more. Without
+    room, each unit has a micro-batch of its own."""
+    fair, limits = forest.tokens / world_size, {room}
     if world_size > 1 and max(_Sums.of(forest).tokens) > fair / MANY_TREES:
-        limits = {min(max_tokens, ceil(fair / part)) for part in PARTS_OF_RANK}
-    plans = [
-        pack_units(
-            shared_units(rows, forest, limit, max_tokens, quadratic, units), max_tokens, world_size
-        )
-        for limit in sorted(limits, reverse=True)
-    ]
+        limits = {min(room, ceil(fair / part)) for part in PARTS_OF_RANK}
+    plans = []
+    for limit in sorted(limits, reverse=True):
+        found = shared_units(rows, forest, limit, max_tokens, quadratic, units)
+        most = min(max_tokens, max(room, *found.tokens.tolist()))
+        plans.append(pack_units(found, most, world_size, one_each=not room))
     return min(plans, key=lambda plan: plan.cost)
+
+
+def _most_tokens(rows: Sequence[np.ndarray], plan: Packing) -> int:
+    """The tokens of the largest micro-batch, with and without the last token of each row, which is
+    no input. Without it, another prefix may be worth a segment."""
+    return max(
+        max(row_tokens(chosen), row_tokens([row[:-1] if len(row) > 1 else row for row in chosen]))
+        for chosen in _micro_batches(rows, plan)
+    )
+
+
+def _counted(rows: Sequence[np.ndarray], plan: Packing, max_tokens: int) -> Packing:
+    """The plan with the tokens of its micro-batches, which share more prefixes than their units."""
+    tokens = sum(map(row_tokens, _micro_batches(rows, plan)))
+    number = sum(map(len, plan.micro_batches))
+    return replace(plan, tokens=tokens, fill=tokens / (number * max_tokens))
+
+
+def _micro_batches(rows: Sequence[np.ndarray], plan: Packing) -> list[list[np.ndarray]]:
+    """The rows of each micro-batch that has some."""
+    return [
+        [rows[member] for member in members]
+        for rank in plan.micro_batches
+        for members in rank
+        if members
+    ]
 
 
 def shared_units(
@@ -197,8 +242,22 @@ def _fitting(
     units: Sequence[Sequence[int]],
     max_tokens: int,
 ) -> list[tuple[int, ...]]:
-    """Return these rows as one unit, or each unit of them alone if they are too many."""
+    """Return these rows as one unit, or as several of neighboring `units` if they are too many."""
     if row_tokens([rows[member] for member in members]) <= max_tokens:
         return [members]
-    inside = set(members)
-    return [tuple(unit) for unit in units if unit[0] in inside]
+    inside, found = set(members), list[tuple[int, ...]]()
+    left = sorted((unit for unit in units if unit[0] in inside), key=lambda one: _order(rows, one))
+
+    def tokens(count: int) -> int:
+        return row_tokens([rows[member] for unit in left[:count] for member in unit])
+
+    while left:
+        count = max(1, bisect_right(range(len(left) + 1), max_tokens, lo=1, key=tokens) - 1)
+        found.append(tuple(sorted(member for unit in left[:count] for member in unit)))
+        left = left[count:]
+    return sorted(found)
+
+
+def _order(rows: Sequence[np.ndarray], unit: Sequence[int]) -> bytes:
+    """Units that begin with the same tokens are neighbors in this order."""
+    return rows[unit[0]].astype(">u4").tobytes()

@@ -20,6 +20,7 @@ from asyncrl.learning.packing.strategies import (
     pack_rows,
 )
 from asyncrl.models.forest import shared_rows
+from asyncrl.models.micro_batches import micro_batch, token_example
 
 
 def rows_of(lengths: list[int]) -> list[np.ndarray]:
@@ -363,6 +364,47 @@ def test_no_micro_batch_is_above_the_cap() -> None:
             plan = pack_shared(rows, cap, ranks, 0.001)
             for members in (items for rank in plan.micro_batches for items in rank if items):
                 assert row_tokens([rows[member] for member in members]) <= cap, trial
+
+
+def test_a_prefix_that_a_micro_batch_does_not_keep_counts_for_each_row() -> None:
+    """All 20 rows have 22 tokens in common, and 18 of them three more. These three are a segment of
+    the step. In a micro-batch of 19 rows they save too little, so each row has them itself."""
+    number = count(1)
+
+    def fresh(size: int) -> list[int]:
+        return [next(number) for _ in range(size)]
+
+    head, stem = fresh(22), fresh(3)
+    rows = [head + stem + fresh(898) for _ in range(3)]
+    rows += [head + stem + fresh(1) for _ in range(15)] + [head + fresh(384) for _ in range(2)]
+    examples = [token_example((row[:22], row[22:])) for row in rows]
+    plan = pack_shared([example.tokens for example in examples], 3184)
+    batches = [micro_batch(examples, members, "cpu") for members in plan.micro_batches[0]]
+    assert max(batch.input_ids.shape[1] for batch in batches) <= 3184
+    assert sorted(member for batch in batches for member in batch.order) == [*range(20)]
+
+
+@pytest.mark.parametrize(("context", "pairs", "cap"), [(1000, 16, 2048), (96, 28, 2048)])
+def test_pairs_with_one_context_fill_micro_batches(context: int, pairs: int, cap: int) -> None:
+    """They need as many micro-batches as the same rows without pairs."""
+    draw = np.random.default_rng(0)
+    head = draw.integers(0, 9999, context)
+    sides = [
+        np.concatenate([head, draw.integers(0, 9999, size)])
+        for size in draw.integers(20, 140, 2 * pairs)
+    ]
+    units = [(2 * pair, 2 * pair + 1) for pair in range(pairs)]
+    together, single = pack_shared(sides, cap, units=units), pack_shared(sides, cap)
+    assert len(together.micro_batches[0]) == len(single.micro_batches[0])
+    for members in together.micro_batches[0]:
+        assert all((first in members) == (second in members) for first, second in units)
+        assert row_tokens([sides[member] for member in members]) <= cap
+
+
+def test_a_row_without_tokens_is_named() -> None:
+    for rows in ([[], [1, 2]], [[], []]):
+        with pytest.raises(ValueError, match="trajectory 0 has 0 tokens"):
+            pack_shared([np.array(row, dtype=np.int64) for row in rows], 10)
 
 
 @settings(deadline=None, derandomize=True)
