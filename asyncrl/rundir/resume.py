@@ -361,6 +361,8 @@ def _refuse_falsifying(
     """
     for dotted, old, new in _with_inner(changes):
         name = dotted.removesuffix(".name")
+        if name == STAGE and (old := old or 3) == new:  # the only stage before it was a setting
+            continue
         fixed = _fixed(dotted, unchangeable)
         if not dotted.startswith(MAY_CHANGE) and fixed is not None:
             made = "without it" if old is None else f"with {_short(old)}"
@@ -368,7 +370,7 @@ def _refuse_falsifying(
                 f"{name} = {_short(new)}, but {path} was made {made}, and {unchangeable[fixed]};"
                 f" {FIX}"
             )
-        converts = name == "learner.world_size" or (name == STAGE and 3 in (old or 3, new))
+        converts = name == "learner.world_size" or (name == STAGE and 3 in (old, new))
         if converts and (why := _why_not_converted(path, config, name)):
             raise ConfigError(f"{name} = {new}, but {path} was made with {old}, and {why}; {FIX}")
         if name == "algorithm.advantage" and "gae" in (old, new):

@@ -219,6 +219,19 @@ def test_changes_that_would_falsify_the_run_are_refused(tmp_path, changes, messa
         RunDirectory(config(tmp_path, resume="must", **changes))
 
 
+@pytest.mark.parametrize("more", [{}, {"lora": {}}], ids=["weights", "adapter"])
+def test_a_checkpoint_from_before_the_zero_stages_has_stage_three(tmp_path, more):
+    with RunDirectory(config(tmp_path, **more)) as directory:
+        tree = yaml.safe_load(directory.checkpoints.config)
+        del tree["learner"]["zero_stage"]
+        directory.checkpoints.config = yaml.safe_dump(tree)
+        write(directory)
+    with RunDirectory(config(tmp_path, resume="must", **more)) as directory:
+        assert directory.state.version == 0
+    with pytest.raises(ConfigError, match=r"learner.zero_stage = 2, but .* was made with 3, and"):
+        RunDirectory(config(tmp_path, resume="must", learner={"zero_stage": 2}, **more))
+
+
 def test_another_number_of_ranks_needs_states_that_can_be_converted(tmp_path):
     def began(number, **more):
         with RunDirectory(config(tmp_path / number, **more)) as directory:
