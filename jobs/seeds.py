@@ -10,7 +10,7 @@ from asyncrl.rundir import Run, open_run
 
 
 def finished(job: Sequence[str], config: Path, arguments: Sequence[str]) -> Config:
-    """Run a job, unless its run is finished. Returns its config.
+    """Run a job, or continue its run, unless it is finished. Returns its config.
 
     Args:
         job: what follows `python -m`.
@@ -23,13 +23,13 @@ def finished(job: Sequence[str], config: Path, arguments: Sequence[str]) -> Conf
     """
     command = [*arguments, "--resume", "auto"]
     wanted = load_config(config, command)
-    if (wanted.run_directory / "hf").exists():
-        if _settings(open_run(wanted.run_directory).config) != _settings(wanted):
-            raise ConfigError(
-                f"{wanted.run_directory} was made with other settings; remove it, or set another"
-                " runs_root"
-            )
-    else:
+    directory = wanted.run_directory
+    begun = (directory / "config.yaml").exists()
+    if begun and _settings(open_run(directory).config) != _settings(wanted):
+        raise ConfigError(
+            f"{directory} was made with other settings; remove it, or set another runs_root"
+        )
+    if not (directory / "hf").exists():
         subprocess.run([sys.executable, "-m", *job, *command], check=True)
     return wanted
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from asyncrl.config import ConfigError, load_config, load_offline
 from asyncrl.run import Summary, command_name, run_training
 from asyncrl.rundir import open_run
-from jobs.runs import finish
+from jobs.runs import finish, module
 from jobs.smollm.inputs import inputs_of, make_inputs
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ def _run(name: str, overrides: list[str]) -> int:
             command, HERE / f"{before}.yaml", runs / f"smollm-{before}", ["--runs_root", str(runs)]
         )
     if offline:
-        finish(name, config, loaded.run_directory, overrides)
+        module("asyncrl.cli", name, str(config), *overrides)
         return 0
     typed = [command_name(), "train", os.path.relpath(config), *overrides]
     return run_training(loaded, typed, after=lambda _, summary: print_accuracies(summary))

@@ -40,7 +40,7 @@ def main(directory: str) -> int:
         raise RunNotFoundError(
             f"{directory!r} has no hf folder; give the directory of a finished run"
         )
-    before, after = (_abilities(Path(path)) for path in (run.config.model.path, trained))
+    before, after = (_abilities(Path(path)) for path in (run.settings.model.path, trained))
     rise = after[0] / before[0] - 1
     print(
         f"loss on {PIECES} pieces of {PIECE_TOKENS} tokens of plain text: {before[0]:.4f} →"

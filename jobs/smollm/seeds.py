@@ -9,6 +9,7 @@ rewards the number of words alone. Finished runs are read, not repeated.
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config, ConfigError
@@ -38,38 +39,48 @@ METRICS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is missing, then print. Returns 0 if every bar is met, 1 if one is missed, or else
-    the exit code of a run that failed."""
+    """Run what is missing, then print the finished runs. Returns 0 if every bar is met, 1 if one is
+    missed, 2 for arguments that cannot be used, or else the exit code of a run that failed."""
     first = next((i for i, one in enumerate(arguments) if one.startswith("-")), len(arguments))
     names, overrides = arguments[:first] or [*RUNS], arguments[first:]
-    rows, missed = [], []
+    if unknown := [name for name in names if name not in RUNS]:
+        print(
+            f"seeds: {', '.join(unknown)}: no such run; choose from {', '.join(RUNS)}",
+            file=sys.stderr,
+        )
+        return 2
+    runs: dict[str, Run] = {}
+    code = 0
     for name in names:
         try:
-            config = _run(name, overrides)
+            runs[name] = open_run(_run(name, overrides).run_directory)
         except ConfigError as error:
             print(f"seeds: {error}", file=sys.stderr)
-            return 2
+            code = 2
+            break
         except subprocess.CalledProcessError as error:
-            return error.returncode
-        run = open_run(config.run_directory)
-        rows.append(_row(name, run))
-        missed += [] if _met(name, run) else [name]
+            code = error.returncode
+            break
+    missed = [name for name, run in runs.items() if not _met(name, run)]
+    if runs:
+        _print_table(runs, missed)
+    return code or (1 if missed else 0)
+
+
+def _print_table(runs: Mapping[str, Run], missed: Sequence[str]) -> None:
     print(
         f"\n{'run':<12}" + "".join(f"{title:>20}" for title in (*METRICS, "staleness", "minutes"))
     )
-    print("\n".join(rows))
+    print("\n".join(_row(name, run) for name, run in runs.items()))
     print(
         f"bars: {100 * LEAST_GAIN:.0f} points gained on held-out prompts, and more than before on"
         f" held-out pairs; controls at most {100 * MOST_BY_CHANCE:.0f} points"
     )
     print(f"missed by {', '.join(missed)}" if missed else "all bars met")
-    return 1 if missed else 0
 
 
 def _run(name: str, overrides: list[str]) -> Config:
     """The config of a finished run. Runs the job if it is not finished."""
-    if name not in RUNS:
-        raise ConfigError(f"{name!r} is no run; choose from {', '.join(RUNS)}")
     job = "lora" if name == "lora" else "smollm"
     command = [*RUNS[name], "--name", f"smollm-{name}", *overrides]
     return finished(["jobs.smollm", job], HERE / f"{job}.yaml", command)

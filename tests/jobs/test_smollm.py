@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -352,14 +353,83 @@ def test_a_run_that_is_unknown_or_was_made_otherwise_is_refused(
     inputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = ["--runs_root", str(inputs)]
-    assert seeds.main(["seed-9", *root]) == 2
-    assert "'seed-9' is no run; choose from seed-0, seed-1" in capsys.readouterr().err
+    assert seeds.main(["seed-0", "seed-9", *root]) == 2, "before the first run starts"
+    assert "seeds: seed-9: no such run; choose from seed-0, seed-1" in capsys.readouterr().err
 
     config = load_config(JOB / "smollm.yaml", [*root, "--name", "smollm-seed-0", "--seed", "3"])
     with RunDirectory(config):
-        (config.run_directory / "hf").mkdir()
-    assert seeds.main(["seed-0", *root]) == 2
-    assert f"{config.run_directory} was made with other settings" in capsys.readouterr().err
+        pass
+    for finished in (False, True):
+        if finished:
+            (config.run_directory / "hf").mkdir()
+        assert seeds.main(["seed-0", *root]) == 2
+        assert f"{config.run_directory} was made with other settings" in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A run with these figures before and after: held-out prompts, and pairs."""
+
+    held_out: tuple[float, float]
+    pairs: tuple[float, float]
+
+    def records(self, event: str | None = None) -> list[dict[str, float]]:
+        return [
+            {
+                "eval/greedy_accuracy": held_out,
+                "eval/pairs_accuracy": pairs,
+                "eval/sampled_accuracy": 0.1,
+                "time": time,
+            }
+            for held_out, pairs, time in zip(self.held_out, self.pairs, (100.0, 820.0), strict=True)
+        ]
+
+    def outcomes(self) -> pa.Table:
+        return pa.table({"outcome": ["trained", "trained", "dropped"], "staleness": [0, 2, None]})
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out", "pairs", "met"),
+    [
+        ("seed-0", (0.2, 0.41), (0.2, 0.25), True),
+        ("seed-1", (0.2, 0.39), (0.2, 0.25), False),
+        ("seed-2", (0.2, 0.60), (0.2, 0.20), False),
+        ("seed-2", (0.6, 0.20), (0.2, 0.25), False),
+        ("shuffled", (0.2, 0.29), (0.2, 0.25), True),
+        ("length", (0.2, 0.45), (0.2, 0.25), False),
+    ],
+)
+def test_a_run_meets_its_bars_or_is_named(
+    name: str,
+    held_out: tuple[float, float],
+    pairs: tuple[float, float],
+    met: bool,
+    inputs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(seeds, "finished", lambda *call: load_config(*call[1:]))
+    monkeypatch.setattr(seeds, "open_run", lambda _: FakeRun(held_out, pairs))
+    assert seeds.main([name, "--runs_root", str(inputs)]) == (0 if met else 1)
+    text = capsys.readouterr().out
+    assert re.search(rf"^{name} +{held_out[0]:.1%} → {held_out[1]:.1%} ", text, re.MULTILINE)
+    assert "mean 1.00, max 2" in text and re.search(r" 12$", text, re.MULTILINE), "minutes"
+    assert ("all bars met" if met else f"missed by {name}") in text
+
+
+def test_runs_that_finished_are_shown_when_a_later_one_fails(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def finished(job: list[str], config: Path, arguments: list[str]) -> Config:
+        if "smollm-seed-1" in arguments:
+            raise subprocess.CalledProcessError(7, "jobs.smollm")
+        return load_config(config, arguments)
+
+    monkeypatch.setattr(seeds, "finished", finished)
+    monkeypatch.setattr(seeds, "open_run", lambda _: FakeRun((0.2, 0.5), (0.2, 0.5)))
+    assert seeds.main(["seed-0", "seed-1", "seed-2", "--runs_root", str(inputs)]) == 7
+    text = capsys.readouterr().out
+    assert "seed-0 " in text and "seed-2" not in text
 
 
 def test_a_control_rewards_the_number_of_words_alone() -> None:
