@@ -53,7 +53,7 @@ MOST_IN_BLOCK = 256
 MOST_BLOCK_BYTES = 32 << 20
 """A block with this many groups or bytes takes no more groups."""
 BLOCK_WAIT_S = 0.05
-"""Longest time that a ready group waits for others of its task whose rewards are under way."""
+"""Longest time that a ready group waits for others while rewards are under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ def _blocks(
                 size += group.nbytes
         except queue.Empty:
             pass
-        complete = events.empty() and (not under_way() or time.monotonic() >= due)
+        complete = time.monotonic() >= due or (events.empty() and not under_way())
         full = len(ready) == MOST_IN_BLOCK or size >= MOST_BLOCK_BYTES
         if ready and (ended or complete or full):
             yield ready

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+from asyncrl.config import ConfigError
 from asyncrl.rundir import RunNotFoundError, open_run
 
 PIECES, PIECE_TOKENS = 96, 256
@@ -91,5 +92,6 @@ if __name__ == "__main__":
         sys.exit("usage: python -m jobs.smollm.other_abilities RUN_DIRECTORY")
     try:
         sys.exit(main(sys.argv[1]))
-    except RunNotFoundError as error:
-        sys.exit(f"other_abilities: {error}")
+    except (RunNotFoundError, ConfigError) as error:
+        print(f"other_abilities: {error}", file=sys.stderr)
+        sys.exit(2)

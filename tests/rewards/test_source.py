@@ -66,6 +66,22 @@ def test_a_ready_group_waits_for_those_of_its_take(monkeypatch):
     assert next(blocks) == ["c"]
 
 
+def test_a_ready_group_does_not_wait_for_the_end_of_a_busy_time():
+    """Events that never stop must not hold it for longer than BLOCK_WAIT_S."""
+    events, handled = queue.Queue(), []
+
+    class Slow(Stages):
+        def handle(self, event, queue):
+            handled.append(event)
+            time.sleep(0.005)
+            queue.put("busy")
+            return Group(event) if event == "a" else None
+
+    events.put("a")
+    assert next(_blocks(events, Slow())) == ["a"]
+    assert len(handled) <= 1 + source.BLOCK_WAIT_S / 0.005
+
+
 def test_ready_groups_come_before_the_end():
     _, blocks = blocks_of("started", "a", "b", None)
     assert [group for block in blocks for group in block] == ["a", "b"]
