@@ -55,7 +55,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> 
         AssertionError: a rank failed or took too long. The message has its traceback, or the stacks
             of all ranks that did not answer.
     """
-    from asyncrl.learning.engine.zero3 import listening_socket
+    from asyncrl.learning.engine.zero import listening_socket
 
     listener = listening_socket("127.0.0.1")
     before = dict(os.environ)
@@ -124,12 +124,12 @@ def _rank(
     faulthandler.register(signal.SIGUSR1, file)
     import torch
 
-    from asyncrl.learning.engine import zero3
+    from asyncrl.learning.engine import zero
 
     try:
         torch.set_num_threads(1)
         address, port = listener.getsockname()
-        zero3.join_process_group(
+        zero.join_process_group(
             rank, world_size, address, port, "gloo", listener if rank == 0 else None
         )
         sender.send((False, function(rank, world_size, *arguments)))

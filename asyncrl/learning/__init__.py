@@ -1,4 +1,4 @@
-"""The learner: DeepSpeed ZeRO-3 ranks that train policy and supervised steps."""
+"""The learner: DeepSpeed ZeRO ranks that train policy and supervised steps."""
 
 from __future__ import annotations
 

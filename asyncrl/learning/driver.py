@@ -1,4 +1,4 @@
-"""The learner as the driver sees it: ZeRO-3 ranks that run one call at a time together.
+"""The learner as the driver sees it: ZeRO ranks that run one call at a time together.
 Does not import torch or DeepSpeed."""
 
 from __future__ import annotations

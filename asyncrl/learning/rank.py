@@ -1,4 +1,4 @@
-"""One ZeRO-3 rank of the learner. The driver calls it in each rank's process."""
+"""One ZeRO rank of the learner. The driver calls it in each rank's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from asyncrl.config import RewardModelConfig
 from asyncrl.contracts.messages import HeldOutLoss, Manifest, StepResult
 from asyncrl.contracts.offline_rows import TokenRow
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.adapter import (
     DIRECTORY,
     adapter_table,
@@ -252,7 +252,7 @@ class LearnerRank:
     def shards(self) -> dict[str, tuple[int, int]]:
         """Parameter → (elements that this rank owns, elements in total)."""
         return {
-            name: (zero3.shard_size(parameter), zero3.full_size(parameter))
+            name: (zero.shard_size(parameter), zero.full_size(parameter))
             for name, parameter in self.state.parameters.items()
         }
 

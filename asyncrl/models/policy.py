@@ -1,4 +1,4 @@
-"""The policy that ZeRO-3 trains: a Hugging Face causal LM whose forward pass returns log-probs of
+"""The policy that ZeRO trains: a Hugging Face causal LM whose forward pass returns log-probs of
 chosen tokens."""
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def test_a_component_that_is_not_finite_is_found(
     )
     monkeypatch.setattr(blame, "backward", infinite_backward)
     monkeypatch.setattr(policy_step, "train", lambda *_, **__: {"applied": 0.0})
-    monkeypatch.setattr(blame.zero3, "parameters_finite", lambda engine: True)
-    monkeypatch.setattr(blame.zero3, "discard_gradients", lambda engine: None)
+    monkeypatch.setattr(blame.zero, "parameters_finite", lambda engine: True)
+    monkeypatch.setattr(blame.zero, "discard_gradients", lambda engine: None)
     tables = [groups_to_table([recorded_group(ordinal)]) for ordinal in range(4)]
     if component == "distill":
         tables = [with_teacher(table) for table in tables]

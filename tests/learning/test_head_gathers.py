@@ -20,7 +20,7 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.preflight.specs import learner_spec
 
 VOCABULARY = 128
@@ -71,7 +71,7 @@ def count_gathers(
 
     config = learner_config(path, world_size=world_size, max_tokens=64)
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-    head = zero3.policy_of(learner.state.engine).model.get_output_embeddings().weight
+    head = zero.policy_of(learner.state.engine).model.get_output_embeddings().weight
     assert (
         head.ds_numel == VOCABULARY * 64
         and not head.ds_persist
@@ -121,7 +121,7 @@ def count_gathers(
     found: dict[str, list[tuple[int, int, dict[str, int]]]] = {}
     learner.supervised_step(token_table(ROWS))  # DeepSpeed records the order of the modules
     for variant, rows in CHUNK_ROWS.items():
-        zero3.policy_of(learner.state.engine).head = logprobs_module.HeadSettings(
+        zero.policy_of(learner.state.engine).head = logprobs_module.HeadSettings(
             chunk_elements=rows * VOCABULARY
         )
         found[variant] = []

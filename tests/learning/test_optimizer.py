@@ -16,7 +16,7 @@ from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import Config, LearnerConfig, explain
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.optimizer import decays, make_optimizer, set_learning_rates
 from asyncrl.preflight.specs import learner_spec
 from benchmarks.families import family
@@ -192,7 +192,7 @@ def observe_steps(rank: int, world_size: int, path: Path, folder: Path) -> Obser
         [groups_to_table([recorded_group(4 * step + place)]) for place in range(4)]
         for step in range(3)
     ]
-    head = zero3.policy_of(learner.state.engine).value_head.weight
+    head = zero.policy_of(learner.state.engine).value_head.weight
     learner.step(batches[0])
     groups = learner.state.engine.optimizer.param_groups
     observed.rates = {

@@ -462,21 +462,21 @@ def watched(learner: Any, step: Callable[[], dict[str, float]]) -> Watched:
     """Metrics of a step, and its gradients over all ranks."""
     from deepspeed.utils import safe_get_full_grad
 
-    from asyncrl.learning.engine import zero3
+    from asyncrl.learning.engine import zero
 
     gradients: dict[str, torch.Tensor] = {}
-    finite = zero3.gradients_finite
+    finite = zero.gradients_finite
 
     def recording(engine: Any) -> bool:
         for name, parameter in learner.state.parameters.items():
             gradients[name] = safe_get_full_grad(parameter).detach().clone()
         return finite(engine)
 
-    zero3.gradients_finite = recording
+    zero.gradients_finite = recording
     try:
         metrics = step()
     finally:
-        zero3.gradients_finite = finite
+        zero.gradients_finite = finite
     return Watched(metrics, gradients)
 
 

@@ -81,14 +81,14 @@ def export_all(rank: int, world_size: int, checkpoints: dict[str, Path], target:
     from transformers.integrations import HfDeepSpeedConfig
 
     from asyncrl.config import LearnerConfig
-    from asyncrl.learning.engine import zero3
+    from asyncrl.learning.engine import zero
     from asyncrl.learning.engine.hf_directory import HfDirectory
     from asyncrl.text.stops import Stops
     from asyncrl.weights.gather import gather_buckets
     from asyncrl.weights.published import version_table
 
     tables = {name: version_table(path) for name, path in checkpoints.items()}
-    sharded = HfDeepSpeedConfig(zero3.settings(LearnerConfig(world_size=world_size)))
+    sharded = HfDeepSpeedConfig(zero.settings(LearnerConfig(world_size=world_size)))
     with pytest.raises(RuntimeError, match="before an HfDeepSpeedConfig"):
         version_table(checkpoints["mixtral"])
     for family_name, path in checkpoints.items():

@@ -13,7 +13,7 @@ from plain_ranks import on_ranks
 from recorded import learner_config
 
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.preflight.specs import learner_spec
@@ -38,7 +38,7 @@ def steps(rank: int, world_size: int, path: Path, place: Path, size: int) -> dic
     rows = learner.logprobs(ROWS)
     weights = [
         (parameter.ds_tensor.numel(), copy.numel())
-        for parameter in zero3.policy_of(learner.state.engine).parameters()
+        for parameter in zero.policy_of(learner.state.engine).parameters()
         if (copy := getattr(parameter, "ds_secondary_tensor", None)) is not None
     ]
     return {

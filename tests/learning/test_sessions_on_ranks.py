@@ -25,7 +25,7 @@ from test_session_reference import ORPHANED, wanted
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.examples.batches import examples_of
 from asyncrl.learning.rank import LearnerRank
@@ -85,10 +85,10 @@ def a_step(learner: LearnerRank, rows: str) -> tuple[torch.Tensor, dict[str, flo
 
     taken: list[torch.Tensor] = []
     trained: set[int] = set()
-    finite, micro_batch = zero3.gradients_finite, passes.micro_batch
+    finite, micro_batch = zero.gradients_finite, passes.micro_batch
 
     def recording_finite(engine: Any) -> bool:
-        gradients = [safe_get_full_grad(one) for one in zero3.policy_of(engine).parameters()]
+        gradients = [safe_get_full_grad(one) for one in zero.policy_of(engine).parameters()]
         taken.append(torch.cat([gradient.flatten() for gradient in gradients]))
         return finite(engine)
 
@@ -96,11 +96,11 @@ def a_step(learner: LearnerRank, rows: str) -> tuple[torch.Tensor, dict[str, flo
         trained.update(indices)
         return micro_batch(examples, indices, *arguments)
 
-    zero3.gradients_finite, passes.micro_batch = recording_finite, recording_micro_batch
+    zero.gradients_finite, passes.micro_batch = recording_finite, recording_micro_batch
     try:
         result = learner.step([table(STEPS[rows], ADVANTAGES)])
     finally:
-        zero3.gradients_finite, passes.micro_batch = finite, micro_batch
+        zero.gradients_finite, passes.micro_batch = finite, micro_batch
     assert result.applied
     return taken[0], dict(result.metrics), trained
 

@@ -127,8 +127,8 @@ def test_the_row_that_causes_a_nonfinite_step_is_named(
 
     monkeypatch.setattr(blame, "backward", backward)
     monkeypatch.setattr(supervised_step, "train", lambda *_, **__: {"applied": 0.0})
-    monkeypatch.setattr(blame.zero3, "parameters_finite", lambda engine: True)
-    monkeypatch.setattr(blame.zero3, "discard_gradients", lambda engine: None)
+    monkeypatch.setattr(blame.zero, "parameters_finite", lambda engine: True)
+    monkeypatch.setattr(blame.zero, "discard_gradients", lambda engine: None)
     supervised_step.supervised_step(state, token_table(ROWS))
     assert (
         f"NaN or Inf in loss or gradient from the row with the tokens {bad}; its batch is "

@@ -188,6 +188,6 @@ def test_a_training_pass_begins_once_and_adapts_after_each_micro_batch(monkeypat
     plan = Packing((((0,), (1, 2)),), 6, 6.0, 1.0, 0.0)
     monkeypatch.setattr(passes, "StepSums", create_autospec(passes.StepSums))
     monkeypatch.setattr(passes, "plan_micro_batches", lambda *arguments: plan)
-    monkeypatch.setattr(passes.zero3, "gradients_finite", lambda engine: True)
+    monkeypatch.setattr(passes.zero, "gradients_finite", lambda engine: True)
     passes.backward(state, EXAMPLES, [1.0] * 3, lambda *arguments: (torch.zeros(()), {}))
     assert calls == ["begin", "backward", 2, "backward", 4], "a common prefix counts once"

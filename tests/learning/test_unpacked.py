@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.logprobs import LogitMap
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.frozen.reference import Reference
 from asyncrl.learning.packing.strategies import pack
@@ -225,7 +225,7 @@ def learned(rank: int, world_size: int, paths: dict[str, Path]) -> dict[str, dic
     for name, settings in TWO_RANKS.items():
         config = learner_config(paths[name], world_size, 64, optimizer="sgd", **settings)
         learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-        policy = zero3.policy_of(learner.state.engine)
+        policy = zero.policy_of(learner.state.engine)
         forwards: list[int] = []
         experts: list[set[int]] = []
         hooks = [policy.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))]

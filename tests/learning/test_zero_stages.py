@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LearnerConfig, LoraConfig
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
@@ -127,7 +127,7 @@ def buffers_in_bfloat16(
     rank: int, world_size: int, path: Path
 ) -> dict[str, tuple[str, np.ndarray]]:
     learner = started(rank, world_size, path, 3, **VARIANTS["bf16"])
-    buffers = zero3.policy_of(learner.state.engine).model.named_buffers()
+    buffers = zero.policy_of(learner.state.engine).model.named_buffers()
     return {name: (str(buffer.dtype), buffer.float().numpy()) for name, buffer in buffers}
 
 
@@ -191,7 +191,7 @@ def test_what_a_stage_cannot_do_is_refused_by_name(
 
 @pytest.mark.parametrize(("stage", "hooks"), [(1, False), (2, True)])
 def test_only_zero_2_copies_gradients_into_buckets(stage: int, hooks: bool) -> None:
-    chosen = zero3.settings(LearnerConfig(zero_stage=stage))["zero_optimization"]
+    chosen = zero.settings(LearnerConfig(zero_stage=stage))["zero_optimization"]
     assert isinstance(chosen, dict) and chosen["stage"] == stage
     assert (chosen["contiguous_gradients"], chosen["overlap_comm"]) == (hooks, False)
     assert not [name for name in chosen if "stage3" in name or "hpz" in name or "offload" in name]
@@ -271,7 +271,7 @@ def poisoned_step(learner: Any) -> float:
         supervised_step.supervised_loss = loss
         engine = learner.state.engine
         left = [parameter.grad for parameter in engine.module.parameters()]
-        left += [*zero3.gradient_shards(engine)]
+        left += [*zero.gradient_shards(engine)]
         assert all(bool(torch.isfinite(part).all()) for part in left if part is not None)
 
 

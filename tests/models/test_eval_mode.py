@@ -27,7 +27,7 @@ from transformers import (
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.offline_rows import token_table
 from asyncrl.contracts.rows import Group
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.models.micro_batches import micro_batch, token_example
@@ -179,13 +179,13 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
         path, world_size, 1600, gradient_checkpointing=again, optimizer="sgd", learning_rate=1e-3
     )
     learner = LearnerRank(load_state(rank, learner_spec(config)), "run", 1)
-    policy = zero3.policy_of(learner.state.engine)
+    policy = zero.policy_of(learner.state.engine)
     taken: list[torch.Tensor] = []
-    finite = zero3.gradients_finite
+    finite = zero.gradients_finite
 
     def watched(engine: Any) -> bool:
         taken.append(
-            torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)])
+            torch.cat([shard.detach().flatten().clone() for shard in zero.gradient_shards(engine)])
         )
         return finite(engine)
 
@@ -196,11 +196,11 @@ def steps(rank: int, world_size: int, path: Path, again: bool) -> dict[str, Any]
     )
     forwards: list[int] = []
     hook = inner.register_forward_pre_hook(lambda *_: forwards.append(1))
-    zero3.gradients_finite = watched
+    zero.gradients_finite = watched
     try:
         metrics = learner.supervised_step(token_table(ROWS))
     finally:
-        zero3.gradients_finite = finite
+        zero.gradients_finite = finite
         hook.remove()
     learner.supervised_step(token_table(LONG))  # makes the allocations that stay
     before, highest = psutil.Process().memory_info().rss, [0]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 TAG = "zero3"
+"""Folder of DeepSpeed's files, of every ZeRO stage: checkpoints of 0.1.0 have this name."""
 COUNTERS = "counters.json"
 """File of the learner's counters: world_size, zero_stage, applied (steps), trained_tokens (loss
 tokens). A file without zero_stage is of ZeRO-3."""

@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from asyncrl.algorithms.objective import own_metrics
 from asyncrl.algorithms.schedules import learning_rate_at
 from asyncrl.config import PolicyGradient, RewardModelConfig
-from asyncrl.learning.engine import checkpoint, zero3
+from asyncrl.learning.engine import checkpoint, zero
 from asyncrl.learning.engine.threads import Threads
 from asyncrl.learning.engine.whole import WholeParameter
 from asyncrl.learning.spec import LearnerSpec, OnlineObjective
@@ -48,7 +48,7 @@ class Meeting:
     @classmethod
     def at(cls, address: str) -> Meeting:
         """A meeting on a free port of `address`, for rank 0."""
-        listener = zero3.listening_socket(address)
+        listener = zero.listening_socket(address)
         return cls(address, int(listener.getsockname()[1]), listener)
 
 
@@ -87,7 +87,7 @@ class LearnerState:
     @cached_property
     def parameter_count(self) -> int:
         """Elements of all parameters of the checkpoint."""
-        return sum(zero3.full_size(parameter) for parameter in self.parameters.values())
+        return sum(zero.full_size(parameter) for parameter in self.parameters.values())
 
     @property
     def data_rank(self) -> int:
@@ -117,7 +117,7 @@ class LearnerState:
 
     def reset_optimizer(self, learning_rate: float, warmup_steps: int) -> None:
         """Reset the optimizer's state and all counters, and set the peak learning rate."""
-        zero3.fresh_optimizer(self.engine)
+        zero.fresh_optimizer(self.engine)
         self.norms.forget()
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.applied = self.trained_tokens = 0
@@ -169,7 +169,7 @@ def join_ranks(rank: int, spec: LearnerSpec, meeting: Meeting, address: str) -> 
     if (interface := interface_of(address)) is not None:
         for name, value in interface_variables(interface).items():
             os.environ.setdefault(name, value)
-    zero3.join_process_group(
+    zero.join_process_group(
         rank,
         learner.world_size,
         meeting.address,
@@ -198,7 +198,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
     table = version_table(spec.model.path)
     scoring = classifier_table(spec.model.path, table) if scores else None
     metrics = own_metrics(algorithm.loss) if isinstance(algorithm, PolicyGradient) else ()
-    engine, sharded = zero3.start_engine(
+    engine, sharded = zero.start_engine(
         spec.model.path,
         learner,
         spec.temperature,
@@ -209,7 +209,7 @@ def load_state(rank: int, spec: LearnerSpec) -> LearnerState:
         spec.seed,
         value_bias=not scores,
     )
-    policy = zero3.policy_of(engine)
+    policy = zero.policy_of(engine)
     whole = sharded is None
     named = {
         name: _as_sharded(parameter, whole) for name, parameter in policy.model.named_parameters()

@@ -2,7 +2,8 @@
 every rank computes the same plan.
 
 ZeRO-3 gathers parameters in every forward pass, where the ranks wait for one another. So a round
-takes as long as its costliest micro-batch.
+takes as long as its costliest micro-batch. ZeRO-1 waits only at the end of a step, which a balance
+of rounds does not harm.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pyarrow as pa
 
 from asyncrl.contracts.outcomes import NOT_FINITE, NOTHING_TO_LEARN
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.state import LearnerState
 from asyncrl.learning.steps.passes import Loss, backward, is_finite
 from asyncrl.learning.steps.quarantine import culprit, keep_batch
@@ -64,7 +64,7 @@ def name_culprit(
 ) -> str:
     """Find by bisection which packing unit makes a step not finite (a collective). Returns the end
     of the step's message."""
-    if not zero3.parameters_finite(state.engine):
+    if not zero.parameters_finite(state.engine):
         return ": the weights contain NaN or Inf"
 
     units = packing_units(examples) or [(index,) for index in range(len(examples))]
@@ -74,7 +74,7 @@ def name_culprit(
         chosen = [examples[member] for member in members]
         chosen_weights = [weights[member] for member in members]
         totals, _ = backward(state, chosen, chosen_weights, loss, temperature)
-        zero3.discard_gradients(state.engine)
+        zero.discard_gradients(state.engine)
         return not is_finite(totals)
 
     found = culprit(len(units), bad)

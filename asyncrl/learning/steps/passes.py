@@ -13,7 +13,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.loss_metrics import LossSums
 from asyncrl.contracts.offline_rows import TokenRow
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.learning.engine.optimizer import set_learning_rates
 from asyncrl.learning.engine.out_of_memory import explained
 from asyncrl.learning.engine.state import LearnerState
@@ -73,13 +73,13 @@ def train(
         set_learning_rates(state.engine.optimizer, learning_rate, value_learning_rate)
         state.engine.step()
         applied = state.engine.was_step_applied()
-        if not zero3.parameters_finite(state.engine):
+        if not zero.parameters_finite(state.engine):
             raise RuntimeError(
                 f"{WEIGHTS_NOT_FINITE} (it was {learning_rate:g}, at step {state.applied}), and"
                 " resume from the newest checkpoint"
             )
     else:
-        zero3.discard_gradients(state.engine)
+        zero.discard_gradients(state.engine)
     state.applied += applied
     grad_norm = float(state.engine.get_global_grad_norm()) if applied else float("nan")
     seconds = time.monotonic() - began
@@ -116,7 +116,7 @@ def backward(
         if state.sequence_rank == 0:  # ranks that share a row have the same sums
             sums.add(loss_sums, entropy.detach())
         state.threads.adapt(batch.input_ids.shape[1])
-    sums.nonfinite_gradient(not zero3.gradients_finite(engine))
+    sums.nonfinite_gradient(not zero.gradients_finite(engine))
     return sums.over_ranks(), plan
 
 
@@ -169,7 +169,7 @@ def plan_micro_batches(state: LearnerState, examples: Sequence[Example]) -> Pack
 
 
 def _quadratic_cost(state: LearnerState) -> float:
-    shape = zero3.policy_of(state.engine).model.config.get_text_config()
+    shape = zero.policy_of(state.engine).model.config.get_text_config()
     heads = getattr(shape, "num_attention_heads", None)
     if not heads:
         return 0.0

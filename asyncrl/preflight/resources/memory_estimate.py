@@ -23,7 +23,7 @@ HEAD_GRADIENTS = 2
 a chunk's, and their float32 sum."""
 STAGES = (1, 2, 3)
 REDUCE_ELEMENTS = 50_000_000
-"""Elements of the bucket in which ZeRO-2 reduces gradients (`learning.engine.zero3.settings`)."""
+"""Elements of the bucket in which ZeRO-2 reduces gradients (`learning.engine.zero.settings`)."""
 KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
 backward pass, and temporary ones."""

@@ -16,7 +16,7 @@ from recorded import learner_config
 
 from asyncrl.config import LearnerConfig
 from asyncrl.contracts.offline_rows import token_table
-from asyncrl.learning.engine import zero3
+from asyncrl.learning.engine import zero
 from asyncrl.preflight.specs import learner_spec
 
 ROWS = [(tuple(range(3, 6 + index)), tuple(range(8, 11 + 6 * index))) for index in range(6)]
@@ -48,24 +48,22 @@ def test_nccl_is_told_which_gpu_is_the_ranks(
     given: dict[str, Any] = {}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(zero3.dist, "TCPStore", lambda *_, **__: "store")
-    monkeypatch.setattr(
-        zero3.dist, "init_process_group", lambda backend, **rest: given.update(rest)
-    )
-    monkeypatch.setattr(zero3.deepspeed, "init_distributed", lambda **_: None)
-    zero3.join_process_group(3, 8, "127.0.0.1", 1, backend, None)
+    monkeypatch.setattr(zero.dist, "TCPStore", lambda *_, **__: "store")
+    monkeypatch.setattr(zero.dist, "init_process_group", lambda backend, **rest: given.update(rest))
+    monkeypatch.setattr(zero.deepspeed, "init_distributed", lambda **_: None)
+    zero.join_process_group(3, 8, "127.0.0.1", 1, backend, None)
     assert given["device_id"] == device and (given["rank"], given["world_size"]) == (3, 8)
 
 
 def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
-    plain = zero3.settings(LearnerConfig(bf16=True))
+    plain = zero.settings(LearnerConfig(bf16=True))
     assert (
         plain["data_types"] == {"grad_accum_dtype": "fp32"}
         and plain["communication_data_type"] == "fp32"
     )
     assert not [name for name in plain["zero_optimization"] if name.startswith("offload")]
     for device in ("cpu", "cuda"):
-        chosen = zero3.settings(
+        chosen = zero.settings(
             LearnerConfig(device=device, offload_optimizer="cpu", offload_param="cpu")
         )["zero_optimization"]
         assert (
@@ -80,15 +78,15 @@ def test_settings_offload_as_configured_and_sum_gradients_in_fp32() -> None:
             "a parameter that is never released would never return to host memory"
         )
     kept = {
-        size: zero3.settings(LearnerConfig(world_size=size))["zero_optimization"][
+        size: zero.settings(LearnerConfig(world_size=size))["zero_optimization"][
             "stage3_param_persistence_threshold"
         ]
         for size in (1, 2)
     }
-    assert kept == {1: zero3.EVERYTHING, 2: 4_096}
+    assert kept == {1: zero.EVERYTHING, 2: 4_096}
     assert (
         "offload_param"
-        not in zero3.settings(LearnerConfig(offload_optimizer="cpu"))["zero_optimization"]
+        not in zero.settings(LearnerConfig(offload_optimizer="cpu"))["zero_optimization"]
     )
 
 
@@ -195,11 +193,11 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
     observed.summed_in = learner.state.engine.optimizer.communication_data_type
 
     taken: list[torch.Tensor] = []
-    finite, step, calls = zero3.gradients_finite, learner.state.engine.step, []
+    finite, step, calls = zero.gradients_finite, learner.state.engine.step, []
 
     def recording_finite(engine: Any) -> bool:
         taken.append(
-            torch.cat([shard.detach().flatten().clone() for shard in zero3.gradient_shards(engine)])
+            torch.cat([shard.detach().flatten().clone() for shard in zero.gradient_shards(engine)])
         )
         return finite(engine)
 
@@ -208,14 +206,14 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         step()
 
     learner.state.engine.step = counting_step
-    zero3.gradients_finite = recording_finite
+    zero.gradients_finite = recording_finite
     forwards: list[int] = []
-    layer = zero3.policy_of(learner.state.engine).model.model.layers[0].mlp
+    layer = zero.policy_of(learner.state.engine).model.model.layers[0].mlp
     hook = layer.register_forward_pre_hook(lambda *_: forwards.append(1))
     try:
         metrics = learner.supervised_step(token_table(ROWS))
     finally:
-        zero3.gradients_finite = finite
+        zero.gradients_finite = finite
         hook.remove()
     observed.gradients, observed.recomputed = (
         taken[0],
@@ -237,7 +235,7 @@ def one_variant(rank: int, world_size: int, path: Path, folder: Path, name: str)
         observed.skipped[kind] = (metrics["applied"], len(calls))
         assert all(
             bool(torch.isfinite(shard).all())
-            for shard in zero3.gradient_shards(learner.state.engine)
+            for shard in zero.gradient_shards(learner.state.engine)
         ), "a gradient of the skipped step remains"
     observed.unchanged = all(
         torch.equal(old, parameter.ds_tensor)
@@ -409,7 +407,7 @@ def load_watched(rank: int, world_size: int, small: Path, large: Path) -> tuple[
 
     from asyncrl.models.policy import load_policy
 
-    sharded = HfDeepSpeedConfig(zero3.settings(LearnerConfig(world_size=world_size)))
+    sharded = HfDeepSpeedConfig(zero.settings(LearnerConfig(world_size=world_size)))
     load_policy(str(small), torch.float32, 1.0)  # so that all modules are imported
     before, samples, done = private(), [(0, 0)], threading.Event()
 
@@ -456,6 +454,6 @@ class Shard(NamedTuple):
 def test_the_padding_of_a_shard_is_ignored():
     """Five elements over two ranks: the last element of the second shard is uninitialized."""
     shards = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, math.nan])]
-    own = [zero3._own_part(Shard(shard, 5), rank).tolist() for rank, shard in enumerate(shards)]
+    own = [zero._own_part(Shard(shard, 5), rank).tolist() for rank, shard in enumerate(shards)]
     assert own == [[1.0, 2.0, 3.0], [4.0, 5.0]]
-    assert zero3._own_part(Shard(torch.tensor([math.nan]), 1), 1).numel() == 0
+    assert zero._own_part(Shard(torch.tensor([math.nan]), 1), 1).numel() == 0
