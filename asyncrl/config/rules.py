@@ -240,6 +240,11 @@ def _check_evaluation(config: Settings) -> None:
             " the warm start; name a held-out file"
         )
     _check_sandbox(config)
+    if config.max_steps == 0 and not config.eval.evaluates:
+        raise ValueError(
+            "max_steps = 0 only evaluates, and there are no held-out prompts; set eval.data or"
+            " eval.sets, or max_steps"
+        )
     if config.eval.every_steps and not config.eval.evaluates:
         raise ValueError(
             f"eval.every_steps = {config.eval.every_steps} has nothing to evaluate on; set"

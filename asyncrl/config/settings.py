@@ -48,9 +48,9 @@ not. Two replicas fit on a GPU without a rank, so Ray needs as many GPUs as rank
 class Settings(RunSettings):
     """One training run with generators."""
 
-    max_steps: int = Field(gt=0)
+    max_steps: int = Field(ge=0)
     """Optimizer steps after which the run ends. The count starts at version 0 and includes earlier
-    attempts and the steps of `checkpoint.load`."""
+    attempts and the steps of `checkpoint.load`. 0 = only evaluate the model."""
     placement: Literal["decoupled", "colocate", "share"] = "decoupled"
     """`decoupled`: generators and learner have devices of their own and work at the same time.
     `share`: they work at the same time on the same devices, and each has a fraction of a GPU's

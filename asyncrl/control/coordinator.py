@@ -281,6 +281,8 @@ class Coordinator:
         needed = (
             self.schedule.max_steps - progress.version
         ) * staleness.groups_per_step + staleness.over_sampling
+        if progress.version >= self.schedule.max_steps:
+            return False
         if progress.committed < self.first_version or len(self.buffer) >= needed:
             return False
         if self.shift != "generators":

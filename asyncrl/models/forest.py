@@ -43,11 +43,6 @@ class Forest:
         return sum(self.lengths)
 
     @property
-    def leaves(self) -> int:
-        """Segments with which a row ends."""
-        return len(set(self.ends))
-
-    @property
     def depths(self) -> tuple[int, ...]:
         """[S] the tokens before each segment, in the rows that contain it."""
         return tuple(start for _, start in self.origins)

@@ -311,12 +311,13 @@ def refuse_early(config: RunSettings) -> str | None:
     record = read_record(path)
     beginning = find_beginning(config, record["run_id"], _has_saved(path), verified=False)
     last = record["attempts"][-1]
-    if config.resume == "never" or beginning.state is None or last.get("outcome") != "finished":
+    if config.resume == "never" or last.get("outcome") != "finished":
         return None
+    # A run that only evaluates has no checkpoint.
+    version = 0 if beginning.state is None else beginning.state.version
     steps = _last_step(config, path)
-    if steps is None or beginning.state.version < steps or not (path / "hf").is_dir():
+    if steps is None or version < steps or not (path / "hf").is_dir():
         return None
-    version = beginning.state.version
     of = f", and max_steps = {steps}" if version > steps else f" of {steps}"
     return (
         f"run {config.name} is finished: step {version}{of}; the model is in {path / 'hf'}; to"

@@ -68,13 +68,14 @@ def _run(name: str, overrides: list[str]) -> int:
 
 
 def print_accuracies(summary: Summary) -> None:
-    """Print each evaluated figure before and after training."""
+    """Print each evaluated figure before and after training, or the only one."""
     evaluations = open_run(summary.directory).records("evaluation")
     first, last = evaluations[0], evaluations[-1]
     for metric, before in first.items():
         shown = metric.startswith("eval/") and ("accuracy" in metric or "pass" in metric)
         if shown and isinstance(before, float) and metric in last:
-            print(f"  {metric.removeprefix('eval/'):<40}{before:7.1%} → {last[metric]:.1%}")
+            after = f" → {last[metric]:.1%}" if last is not first else ""
+            print(f"  {metric.removeprefix('eval/'):<40}{before:7.1%}{after}")
 
 
 if __name__ == "__main__":

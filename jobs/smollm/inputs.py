@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from asyncrl.config import ConfigError, load_config
-from jobs.smollm import sums, task
+from jobs.smollm import instructions, subjects, sums, task
 from jobs.smollm.human_eval import make_human_eval
 from jobs.smollm.model import make_model
 from jobs.smollm.packages import CHECKERS, install, whole
@@ -26,6 +26,8 @@ from jobs.smollm.packages import CHECKERS, install, whole
 DIALOGUES, HELD_OUT_DIALOGUES = 60, 15
 """Dialogues with instructions. There are two thirds as many with the calculator."""
 SUMS, HELD_OUT_SUMS = 1000, 100
+WRITTEN_BY = (instructions, subjects, sums, task)
+"""Modules whose text decides what the data are."""
 
 
 def inputs_of(runs_root: Path | None = None) -> Path:
@@ -69,7 +71,8 @@ def dialogues(name: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _data(folder: Path) -> None:
-    whole(folder / "data", make_data)
+    source = "".join(Path(str(module.__file__)).read_text() for module in WRITTEN_BY)
+    whole(folder / "data", make_data, source)
 
 
 PARTS: Mapping[str, Callable[[Path], object]] = {

@@ -104,16 +104,21 @@ def checkers(packages: str) -> Mapping[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such folder.
+        ValueError: this process has imported the checkers of another folder.
     """
     if not Path(packages).is_dir():
         raise FileNotFoundError(
             f"packages = {packages!r} does not exist; run python -m jobs.smollm.inputs checkers"
         )
     site.addsitedir(packages)
-    if "if_verifiable" not in sys.modules:
-        parent = ModuleType("if_verifiable")
-        parent.__path__ = [str(Path(packages) / "if_verifiable")]
-        sys.modules["if_verifiable"] = parent
+    parent = sys.modules.setdefault("if_verifiable", ModuleType("if_verifiable"))
+    wanted = [str(Path(packages) / "if_verifiable")]
+    if getattr(parent, "__path__", wanted) != wanted:
+        raise ValueError(
+            f"packages = {packages!r}, but this process has the checkers of"
+            f" {Path(parent.__path__[0]).parent}; use one folder in a run"
+        )
+    parent.__path__ = wanted
     registry = importlib.import_module("if_verifiable.ifeval.instructions_registry")
     found: Mapping[str, Any] = registry.INSTRUCTION_DICT
     return found

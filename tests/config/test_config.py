@@ -972,6 +972,10 @@ def test_command_line_takes_precedence_over_yaml(tmp_path):
             "eval.pass_threshold = 0.5 only has an effect with a set of eval.sets with n above 1",
         ),
         (
+            {"max_steps": 0},
+            "max_steps = 0 only evaluates, and there are no held-out prompts; set eval.data or",
+        ),
+        (
             {"eval.every_steps": 5},
             "eval.every_steps = 5 has nothing to evaluate on; set eval.data or eval.sets",
         ),

@@ -7,6 +7,26 @@ import pytest
 import asyncrl
 
 
+@pytest.mark.slow
+def test_a_run_without_steps_only_evaluates(start_run, tmp_path):
+    run = start_run({"max_steps": 0, "eval.sets": {"many": {"n": 4, "temperature": 0.8}}})
+    assert run.wait(400) == 0, run.output
+    finished = asyncrl.open_run(tmp_path / "runs" / "run")
+    (evaluation,) = finished.records("evaluation")
+    assert evaluation["version"] == 0 and 0 <= evaluation["eval/many_pass_at_4"] <= 1
+    assert len(finished.evaluations()) == 16 * (1 + 1 + 4)
+    assert finished.records("step") == [] and len(finished.groups()) == 0
+    assert finished.status().state == "finished"
+    again = start_run(
+        {"max_steps": 0, "eval.sets": {"many": {"n": 4, "temperature": 0.8}}},
+        "--resume",
+        "auto",
+        starts_engine=False,
+    )
+    assert again.wait(100) == 0 and "finished" in again.output
+    assert run.gone() == []
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_the_learner_does_not_wait_for_an_evaluation(start_run, tmp_path):

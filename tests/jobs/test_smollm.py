@@ -29,7 +29,16 @@ from asyncrl.preflight.plan.plan import make_plan
 from asyncrl.rewards.code_forms import Source, read_tests
 from asyncrl.rundir import RunNotFoundError
 from asyncrl.rundir.directory import RunDirectory
-from jobs.smollm import human_eval, model, other_abilities, packages, seeds, sums, task
+from jobs.smollm import (
+    human_eval,
+    instructions,
+    model,
+    other_abilities,
+    packages,
+    seeds,
+    sums,
+    task,
+)
 from jobs.smollm.inputs import DIALOGUES, dialogues, make_data
 from jobs.smollm.instructions import KINDS, follows
 from jobs.smollm.other_abilities import QUESTIONS
@@ -154,6 +163,14 @@ def test_sets_share_neither_subjects_nor_held_out_pairs(rows: dict[str, Any]) ->
     assert len(prompts) > 1000 and len(set(prompts)) == len(prompts)
 
 
+def test_a_process_does_not_judge_by_the_checkers_of_two_folders(
+    checkers: str, tmp_path: Path
+) -> None:
+    assert follows(checkers, KINDS["no_comma"].checker, {}, "A short answer.")
+    with pytest.raises(ValueError, match=r"has the checkers of .*; use one folder in a run"):
+        instructions.checkers(str(tmp_path))
+
+
 def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
     def digests(seed: int, folder: str) -> dict[str, str]:
         make_data(tmp_path / folder, seed)
@@ -214,18 +231,23 @@ def test_other_weights_than_the_pinned_ones_are_refused(
     monkeypatch.setattr(model, "WEIGHTS_SHA256", hashlib.sha256(b"odd").hexdigest())
     model.build(tmp_path / "inputs" / "model")
     assert [one.name for one in (tmp_path / "inputs").iterdir()] == ["model"]
-    assert [one.name for one in (tmp_path / "inputs" / "model").iterdir()] == [model.WEIGHTS]
+    made = {one.name for one in (tmp_path / "inputs" / "model").iterdir()}
+    assert made == {model.WEIGHTS, packages.MADE_FROM}
 
 
 def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
     def fails(_: Path) -> None:
         raise AssertionError
 
-    (tmp_path / "made").mkdir()
-    assert whole(tmp_path / "made", fails) == tmp_path / "made"
+    whole(tmp_path / "made", lambda folder: (folder / "old").touch(), "version 1")
+    assert whole(tmp_path / "made", fails, "version 1") == tmp_path / "made"
     with pytest.raises(AssertionError):
-        whole(tmp_path / "other", fails)
+        whole(tmp_path / "other", fails, "version 1")
     assert [one.name for one in tmp_path.iterdir()] == ["made"]
+
+    whole(tmp_path / "made", lambda folder: (folder / "new").touch(), "version 2")
+    names = {one.name for one in (tmp_path / "made").iterdir()}
+    assert names == {"new", packages.MADE_FROM}, "what another version made is made again"
 
 
 def test_a_failed_installation_is_one_line_and_leaves_nothing(

@@ -780,3 +780,15 @@ def test_a_finished_run_has_nothing_left_to_train(tmp_path):
     assert fewer is not None and "step 3, and max_steps = 2; the model is in" in fewer
     (directory.path / "hf").rmdir()
     assert refuse_early(again) is None
+
+
+def test_a_finished_run_without_steps_is_finished(tmp_path):
+    again = config(tmp_path, resume="auto", max_steps=0, eval={"data": "held_out.parquet"})
+    with RunDirectory(again) as directory:
+        (directory.path / "hf").mkdir()
+    assert refuse_early(again) is None, "its attempt was killed"
+    with RunDirectory(again) as directory:
+        directory.end("finished")
+    text = refuse_early(again)
+    assert text is not None and text.startswith("run run is finished: step 0 of 0; the model is in")
+    assert refuse_early(again.model_copy(update={"max_steps": 4})) is None
