@@ -281,7 +281,7 @@ SURFACE = {
     "algorithms": (
         "CHUNK_ELEMENTS LIVE_CHUNKS chunk_elements supervised_loss token_logprobs token_weights"
     ),
-    "charts": "Chart picture themed",
+    "charts": "Chart compared picture themed",
     "config": (
         "AgentCommand AgentFunction AlgorithmConfig CheckpointConfig Config ConfigError DataConfig "
         "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet FunctionEnvironment "

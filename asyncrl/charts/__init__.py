@@ -2,5 +2,6 @@
 tables to Altair charts. `Run.charts` calls them with a run's own tables."""
 
 from asyncrl.charts.drawing import Chart, picture, themed
+from asyncrl.charts.learning import compared
 
-__all__ = ["Chart", "picture", "themed"]
+__all__ = ["Chart", "compared", "picture", "themed"]

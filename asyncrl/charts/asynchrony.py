@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from asyncrl.charts.drawing import (
     STEP,
+    VERSION,
     WHOLE,
     Axis,
     Chart,
@@ -108,7 +109,7 @@ def publication(metrics: pa.Table) -> Chart:
     }
     if not any(series.values()):
         return missing(title, "No version is published yet.")
-    return curves(title, Axis("version", WHOLE, zero=False), SECONDS, series)
+    return curves(title, VERSION, SECONDS, series)
 
 
 def throughput(metrics: pa.Table) -> Chart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import altair as alt
@@ -23,7 +24,10 @@ MOST_POINTS = 600
 FEW_POINTS = 40
 """A curve with at most this many points marks each. One with more is pale, behind its mean over
 neighbors."""
-MOST_AREAS = 120
+MOST_BARS = 120
+SMALL_COLUMNS = 3
+MOST_COLORS = 5
+"""Series of one chart that can be told apart."""
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"
 LIGHT = ("#0072b2", "#d55e00", "#009e73", "#b2609a", "#8a6d00", "#56b4e9", "#6e6e6e", "#e69f00")
 DARK = ("#56b4e9", "#f08a4b", "#2fc79a", "#e39ccb", "#e6c84f", "#9ad5f5", "#b5b5b5", "#ffc658")
@@ -61,6 +65,7 @@ class Axis:
 
 
 STEP = Axis("step", WHOLE, zero=False)
+VERSION = Axis("version", WHOLE, zero=False)
 SHARE = Axis("share", ".0%", domain=(0, 1))
 
 
@@ -102,21 +107,43 @@ def curves(
     return _sized(alt.layer(*layers), title, height)
 
 
-def stacked(title: str, x: Axis, y: Axis, series: Mapping[str, Points]) -> Chart:
-    """The series on top of one another, the first one at the bottom."""
-    names = [name for name, points in series.items() if points]
-    rows = [
-        {"x": at, "y": value, "series": name, "order": number}
-        for number, name in enumerate(names)
-        for at, value in averaged(series[name], MOST_AREAS)
+def small_curves(title: str, x: Axis, y: Axis, series: Mapping[str, Points]) -> Chart:
+    """A small chart for each series, SMALL_COLUMNS beside one another, with the same axes."""
+    width = (WIDTH - 60 * SMALL_COLUMNS) // SMALL_COLUMNS + 40
+    drawn = [
+        curves(name, x, y, {name: points}, height=90).properties(
+            width=width, title=alt.Title(name, fontSize=11, fontWeight="normal")
+        )
+        for name, points in series.items()
     ]
-    chart = alt.Chart(alt.InlineData(values=rows)).mark_area(line=False, opacity=0.85)
+    grid = alt.concat(*drawn, columns=SMALL_COLUMNS, title=title)
+    together: Chart = grid.resolve_scale(y="shared", color="independent")
+    return together
+
+
+def stacked(title: str, x: Axis, y: Axis, series: Mapping[str, Points]) -> Chart:
+    """A bar for each x, in which the series are on top of one another, the first one at the bottom.
+    Neighbors share a bar if there are more than MOST_BARS."""
+    names = [name for name, points in series.items() if points]
+    parts = {name: dict(averaged(series[name], MOST_BARS)) for name in names}
+    positions = sorted({at for part in parts.values() for at in part})
+    wide = min((after - before for before, after in pairwise(positions)), default=1.0)
+    rows = []
+    for at in positions:
+        top = 0.0
+        for name in names:
+            value = parts[name].get(at, 0.0)
+            ends = {"x": at - wide / 2, "x2": at + wide / 2, "low": top, "high": top + value}
+            rows.append({**ends, "at": at, "value": value, "series": name})
+            top += value
+    chart = alt.Chart(alt.InlineData(values=rows)).mark_rect()
     chart = chart.encode(
         x=x.x(),
-        y=y.y().stack("zero"),
+        x2="x2:Q",
+        y=y.y("high"),
+        y2="low:Q",
         color=_colors(names),
-        order="order:O",
-        tooltip=[*_named(names), x.tooltip("x"), y.tooltip("y")],
+        tooltip=[*_named(names), x.tooltip("at"), y.tooltip("value")],
     )
     return _sized(chart, title)
 
@@ -144,7 +171,7 @@ def heat_map(
         x2="x2:Q",
         y=y.y(),
         y2="y2:Q",
-        color=alt.Color("value:Q", title=value.title, legend=legend),
+        color=alt.Color("value:Q", title=value.title, legend=legend, scale=alt.Scale(domainMin=0)),
         tooltip=[value.tooltip("value")],
     )
     return _sized(chart, title)

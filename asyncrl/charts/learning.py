@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 from asyncrl.charts.drawing import (
+    MOST_COLORS,
     SHARE,
     STEP,
+    VERSION,
     Axis,
     Chart,
     curves,
     missing,
+    small_curves,
     under_one_another,
 )
 from asyncrl.charts.series import band, names_of, points
@@ -20,6 +25,7 @@ NO_EVALUATION = (
     "No evaluation is recorded. eval.data names a held-out file, and eval.every_steps how often it"
     " is used."
 )
+ACCURACY = Axis("accuracy", ".0%", domain=(0, 1))
 OFFLINE = "This run trains on a dataset and generates nothing."
 SUMMARIES = ("/mean", "/std", "/min", "/p10", "/median", "/p90", "/max", "_ratio")
 POLICY = {
@@ -61,6 +67,8 @@ def reward_parts(metrics: pa.Table) -> Chart:
     if not names:
         return missing(title, NO_STEP if _generates(metrics) else OFFLINE)
     series = {name.removeprefix("reward/"): points(metrics, "step", name) for name in names}
+    if len(series) > MOST_COLORS:
+        return small_curves(title, STEP, Axis("mean"), series)
     return curves(title, STEP, Axis("mean reward"), series)
 
 
@@ -75,7 +83,21 @@ def accuracy(metrics: pa.Table) -> Chart:
     if not names:
         return missing(title, NO_EVALUATION)
     series = {_plain(name): points(metrics, "evaluation", name) for name in names}
-    return curves(title, STEP, Axis("accuracy", ".0%", domain=(0, 1)), series)
+    return curves(title, VERSION, ACCURACY, series)
+
+
+def compared(title: str, runs: Mapping[str, pa.Table], metric: str, event: str = "step") -> Chart:
+    """One metric of several runs, by step; of the event `evaluation` by version.
+
+    Args:
+        runs: the run's name → `Run.metrics`.
+        metric: such as `reward/mean`, or `eval/greedy_accuracy` with the event `evaluation`.
+    """
+    series = {name: points(metrics, event, metric) for name, metrics in runs.items()}
+    if not any(series.values()):
+        return missing(title, f"None of these runs records {metric}.")
+    y = ACCURACY if metric.endswith("accuracy") else Axis(metric)
+    return curves(title, VERSION if event == "evaluation" else STEP, y, series)
 
 
 def lengths(metrics: pa.Table) -> Chart:

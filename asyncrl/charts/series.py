@@ -11,14 +11,16 @@ import pyarrow.compute as pc
 from asyncrl.charts.drawing import Points
 
 
-def points(metrics: pa.Table, event: str, name: str, by: str = "step") -> Points:
-    """(step, value) of a metric in the records of one event, in order. Of a step that an attempt
-    repeated, the newest record counts. Values that are missing or not finite are left out.
+def points(metrics: pa.Table, event: str, name: str, by: str = "") -> Points:
+    """(step, value) of a metric in the records of one event, in order. An evaluation has a version
+    instead of a step, because training goes on meanwhile. Of a step that an attempt repeated, the
+    newest record counts. Values that are missing or not finite are left out.
 
     Args:
         metrics: `Run.metrics`.
-        by: the column in the place of the step.
+        by: the column in the place of the step; default: as above.
     """
+    by = by or ("version" if event == "evaluation" else "step")
     if name not in metrics.column_names:
         return []
     table = metrics.select(dict.fromkeys(("event", by, name)))

@@ -87,6 +87,20 @@ def test_a_curve_has_the_values_of_the_run() -> None:
     assert spread == [(1, 0.0, 0.75), (2, 0.25, 1.0)]
 
 
+def test_runs_are_compared_by_name() -> None:
+    runs = {
+        name: metrics(
+            {"event": "evaluation", "step": 4, "version": 3, "eval/greedy_accuracy": accuracy}
+        )
+        for name, accuracy in (("seed 0", 0.5), ("shuffled", 0.2))
+    }
+    chart = learning.compared("accuracy", runs, "eval/greedy_accuracy", "evaluation")
+    found = {(row["series"], row["x"], row["y"]) for row in values(chart)}
+    assert found == {("seed 0", 3, 0.5), ("shuffled", 3, 0.2)}, "by the version that was evaluated"
+    none = learning.compared("accuracy", runs, "eval/x", "evaluation")
+    assert "records eval/x." in words(none)
+
+
 def test_a_repeated_step_counts_once_and_numbers_that_are_none_are_left_out() -> None:
     table = metrics(
         {"event": "step", "step": 2, "loss": 3.0},
@@ -156,6 +170,24 @@ def test_names_of_users_stay_text() -> None:
     chart = learning.reward_parts(table)
     assert {row["series"] for row in values(chart)} == {HOSTILE}
     assert b"</script>" not in picture(chart)
+
+
+def test_more_series_than_colors_are_small_charts_beside_one_another() -> None:
+    names = [f"reward/f/{number}" for number in range(7)]
+    table = metrics({"event": "step", "step": 1, **dict.fromkeys(names, 0.5)})
+    found = learning.reward_parts(table).to_dict()
+    assert [one["title"]["text"] for one in found["concat"]] == [f"f/{n}" for n in range(7)]
+
+
+def test_bars_lie_on_one_another() -> None:
+    table = metrics(
+        {"event": "step", "step": 1, "time/step_s": 2.0, "time/learner_waited_s": 3.0},
+        {"event": "step", "step": 2, "time/step_s": 1.0, "time/learner_waited_s": 0.0},
+    )
+    rows = [row for row in values(asynchrony.waits(table)) if "high" in row]
+    assert [(row["at"], row["low"], row["high"]) for row in rows] == [
+        (1, 0, 2), (1, 2, 5), (2, 0, 1), (2, 1, 1)
+    ]  # fmt: skip
 
 
 def test_a_dark_picture_has_other_colors() -> None:
