@@ -36,7 +36,17 @@ REPLAY = (
     " the recorded answers, and the end and the reward are compared"
 )
 EXPORT = "write a checkpoint's weights as a Hugging Face directory"
-ON_A_RUN = {"samples": SAMPLES, "replay": REPLAY, "audit": AUDIT, "export": EXPORT}
+REPORT = (
+    "write a run as one HTML page: a verdict, charts, groups with their tokens, what was lost, and"
+    " the settings; works while it runs"
+)
+ON_A_RUN = {
+    "report": REPORT,
+    "samples": SAMPLES,
+    "replay": REPLAY,
+    "audit": AUDIT,
+    "export": EXPORT,
+}
 PLAN_OPTIONS = {
     "brief": "show ten lines instead of the whole plan",
     "config": "also show every setting with its value",
@@ -120,6 +130,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     for name, text in ON_A_RUN.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
+    commands.choices["report"].add_argument(
+        "--out", metavar="FILE", help="default: report.html in the run directory"
+    )
     _add_samples_options(commands.choices["samples"])
     _add_replay_options(commands.choices["replay"])
     _add_export_options(commands.choices["export"])

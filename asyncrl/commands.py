@@ -246,6 +246,8 @@ def on_a_run(known: argparse.Namespace) -> int:
             return 0 if all(check.passed for check in checks) else 1
         if known.command == "samples":
             return _samples(directory, known.count, known.order, known.of_version)
+        if known.command == "report":
+            return _report(directory, known.out)
         if known.command == "replay":
             return _replay(directory, known.ordinal, known.sample, known.attempt)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
@@ -263,6 +265,15 @@ def on_a_run(known: argparse.Namespace) -> int:
         named = f"{error.filename}: " if error.filename else ""
         print_shown(f"asyncrl: {named}{error.strerror}{way_out}", file=sys.stderr)
         return 2
+
+
+def _report(directory: Run, out: str | None) -> int:
+    from asyncrl.page.report import write_report
+
+    target = Path(out).absolute() if out else directory.directory / "report.html"
+    size = write_report(directory, target)
+    print_shown(f"{target}   ({size / 1e6:.1f} MB; opens in a browser without a network)")
+    return 0
 
 
 def _samples(directory: Run, count: int, order: str, version: int | None) -> int:

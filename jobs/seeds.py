@@ -24,8 +24,8 @@ def finished(job: Sequence[str], config: Path, arguments: Sequence[str]) -> Conf
     command = [*arguments, "--resume", "auto"]
     wanted = load_config(config, command)
     directory = wanted.run_directory
-    begun = (directory / "config.yaml").exists()
-    if begun and _settings(open_run(directory).config) != _settings(wanted):
+    there = (directory / "config.yaml").exists()
+    if there and _settings(open_run(directory).config) != _settings(wanted):
         raise ConfigError(
             f"{directory} was made with other settings; remove it, or set another runs_root"
         )

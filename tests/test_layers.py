@@ -34,7 +34,7 @@ LAYERS = (
         "serving",
     ),
     ("rundir",),
-    ("observe",),
+    ("observe", "page"),
     ("preflight",),
     ("run",),
     ("cli", "commands"),

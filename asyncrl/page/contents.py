@@ -1,0 +1,259 @@
+"""What a page shows of a run, as plain values. The page's code only draws them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from asyncrl.charts import asynchrony, learning
+from asyncrl.charts.drawing import Chart, theme
+from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.page.chosen import Row, choose
+from asyncrl.page.pieces import Pieces
+from asyncrl.page.verdict import verdict
+from asyncrl.rundir.reader import Run
+from asyncrl.rundir.record import read_record
+
+SPIKE = 5.0
+"""A step is notable if its gradient's norm is this many times the usual one."""
+MOST_REASONS = 200
+ASKED = (
+    ("Does it learn?", "#/charts/accuracy"),
+    ("Who waits for whom?", "#/charts/waits"),
+    ("How stale is what it trains?", "#/charts/staleness"),
+    ("What does the model write?", "#/groups"),
+    ("Which groups were lost, and why?", "#/lost"),
+    ("With which settings, and how do I go on?", "#/settings"),
+)
+WITHOUT_GENERATORS = ("#/groups", "#/lost", "#/charts/waits", "#/charts/staleness")
+
+
+def contents(run: Run) -> dict[str, Any]:
+    """All values of the page."""
+    status, records, metrics = run.status(), run.records(), run.metrics
+    groups, outcomes = run.groups(), run.outcomes()
+    counted = Counter(outcomes["outcome"].to_pylist())
+    generates = not isinstance(run.settings, OfflineConfig)
+    rows, details, note = _groups(run, groups, outcomes, metrics)
+    return {
+        "title": run.settings.name,
+        "state": status.state,
+        "step": status.step,
+        "max_steps": status.max_steps,
+        "verdict": [
+            {"level": one.level, "text": one.text} for one in verdict(status, records, counted)
+        ],
+        "asked": [one for one in ASKED if generates or one[1] not in WITHOUT_GENERATORS],
+        "charts": [
+            {"id": name, "spec": chart.to_dict()}
+            for name, chart in _charts(metrics, outcomes, generates).items()
+        ],
+        "themes": {"light": theme(), "dark": theme(dark=True)},
+        "groups": rows,
+        "details": details,
+        "chosen": note,
+        "lost": _lost(outcomes),
+        "notable": [
+            {"step": record["step"], "why": why}
+            for record in records
+            if record["event"] == "step" and (why := _notable(record))
+        ],
+        "settings": (run.directory / "config.yaml").read_text(errors="replace"),
+        "attempts": _attempts(run.directory),
+    }
+
+
+def _charts(metrics: pa.Table, outcomes: pa.Table, generates: bool) -> dict[str, Chart]:
+    found = {"accuracy": learning.accuracy(metrics)}
+    if generates:
+        found |= {
+            "reward": learning.reward(metrics),
+            "reward_parts": learning.reward_parts(metrics),
+            "staleness": asynchrony.staleness(outcomes),
+            "waits": asynchrony.waits(metrics),
+            "throughput": asynchrony.throughput(metrics),
+            "lengths": learning.lengths(metrics),
+            "policy": learning.policy(metrics),
+            "versions": asynchrony.versions(outcomes),
+            "publication": asynchrony.publication(metrics),
+        }
+    else:
+        found |= {
+            "losses": learning.losses(metrics),
+            "preferences": learning.preferences(metrics),
+        }
+    return found
+
+
+def _groups(
+    run: Run, groups: pa.Table, outcomes: pa.Table, metrics: pa.Table
+) -> tuple[dict[str, list[Any]], list[dict[str, Any]], str]:
+    """One list for each column of the groups, the groups that are shown whole, and how they were
+    chosen."""
+    ended = {
+        (row["attempt"], row["ordinal"]): row
+        for row in outcomes.select(
+            ["attempt", "ordinal", "outcome", "reason", "step", "trained_at_version", "staleness"]
+        ).to_pylist()
+    }
+    keys = list(zip(groups["attempt"].to_pylist(), groups["ordinal"].to_pylist(), strict=True))
+    ends = [ended.get(key, {}) for key in keys]
+    rewards = groups["reward"].to_pylist()
+    tokens = [sum(map(len, group)) for group in groups["completion_ids"].to_pylist()]
+    states = groups["status"].to_pylist()
+    chosen = choose(
+        [
+            Row(
+                tokens[i],
+                _mean(rewards[i]),
+                ends[i].get("outcome"),
+                ends[i].get("step"),
+                any(state != "ok" for state in states[i] or ()),
+            )
+            for i in range(len(keys))
+        ],
+        {record["step"] for record in run.records("step") if _notable(record)},
+    )
+    at = {index: number for number, index in enumerate(chosen)}
+    columns: dict[str, list[Any]] = {
+        "attempt": [attempt for attempt, _ in keys],
+        "ordinal": [ordinal for _, ordinal in keys],
+        "step": [end.get("step") for end in ends],
+        "version": [end.get("trained_at_version") for end in ends],
+        "staleness": [end.get("staleness") for end in ends],
+        "outcome": [end.get("outcome") or "waiting" for end in ends],
+        "reason": [end.get("reason") or "" for end in ends],
+        "reward": [_rounded(_mean(one)) for one in rewards],
+        "best": [_rounded(max(_numbers(one), default=None)) for one in rewards],
+        "worst": [_rounded(min(_numbers(one), default=None)) for one in rewards],
+        "tokens": tokens,
+        "masked": [sum(one != "ok" for one in state or ()) for state in states],
+        "detail": [at.get(index, -1) for index in range(len(keys))],
+    }
+    pieces = Pieces(_tokenizer(run))
+    details = [
+        _detail(row, pieces) for row in groups.take(pa.array(chosen, pa.int64())).to_pylist()
+    ]
+    note = f"All {len(keys):,} groups have their texts here."
+    if len(chosen) < len(keys):
+        note = (
+            f"{len(chosen):,} of {len(keys):,} groups have their texts here: those that were lost"
+            " or masked, those of notable steps, the best and the worst, and others evenly over"
+            " the run, as far as the page has room. open_run reads all."
+        )
+    if not pieces.known and keys:
+        note += " The model's tokenizer was not found, so tokens are shown by their numbers."
+    return columns, details, note
+
+
+def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
+    parts = row.get("reward_parts") or []
+    return {
+        "prompt": row["prompt_text"] or "",
+        "replica": row["replica"],
+        "seconds": _rounded(row["finished_at"] - row["started_at"]),
+        "columns": {
+            name: str(value)
+            for name, value in row.items()
+            if name in ("question", "answer", "task", "source") and value is not None
+        },
+        "trajectories": [
+            {
+                "text": row["completion_text"][index] or "",
+                "pieces": pieces.of(ids),
+                "logprobs": [_rounded(one) for one in row["logprobs"][index]],
+                "mask": _mask(row["loss_mask"][index]),
+                "versions": [
+                    [span["version"], span["start"], span["end"]] for span in row["versions"][index]
+                ],
+                "reward": _rounded(_item(row["reward"], index)),
+                "advantage": _rounded(_item(row["advantage"], index)),
+                "status": _item(row["status"], index) or "",
+                "finish": _item(row["finish_reason"], index) or "",
+                "parts": {
+                    name: _rounded(value)
+                    for name, value in (parts[index] if index < len(parts) else {}).items()
+                    if value is not None
+                },
+            }
+            for index, ids in enumerate(row["completion_ids"])
+        ],
+    }
+
+
+def _lost(outcomes: pa.Table) -> list[dict[str, Any]]:
+    """Each outcome with its reason, most frequent first."""
+    grouped = outcomes.group_by(["outcome", "reason"]).aggregate(
+        [("ordinal", "count"), ("ordinal", "min")]
+    )
+    rows = grouped.sort_by([("ordinal_count", "descending")]).to_pylist()
+    return [
+        {
+            "outcome": row["outcome"],
+            "reason": row["reason"] or "",
+            "groups": row["ordinal_count"],
+            "first": row["ordinal_min"],
+        }
+        for row in rows[:MOST_REASONS]
+    ]
+
+
+def _notable(record: dict[str, Any]) -> str:
+    """Why a step is worth a look; "" if it is not."""
+    if not record.get("applied", 1):
+        return "skipped: its loss or gradient was not finite"
+    ratio = record.get("grad_norm_ratio") or 0.0
+    return f"gradient {ratio:.1f} times its usual norm" if ratio >= SPIKE else ""
+
+
+def _attempts(directory: Path) -> list[dict[str, Any]]:
+    """What is recorded of each attempt; nothing if the record is damaged."""
+    try:
+        attempts = read_record(directory)["attempts"]
+    except (ConfigError, OSError):
+        return []
+    shown = ("attempt", "start", "end", "outcome", "cause", "command", "host", "versions")
+    return [
+        {
+            name: " ".join(value) if isinstance(value, list) else value
+            for name, value in attempt.items()
+            if name in shown
+        }
+        for attempt in attempts
+    ]
+
+
+def _tokenizer(run: Run) -> Path:
+    """A directory with the run's tokenizer: of its exported model, or else of its first one."""
+    exported = run.directory / "hf"
+    return exported if exported.is_dir() else Path(run.settings.model.path)
+
+
+def _mask(values: Sequence[int]) -> list[int]:
+    """The mask, or nothing if every token is trained."""
+    return [] if all(values) else list(values)
+
+
+def _item(values: Sequence[Any] | None, index: int) -> Any:
+    return values[index] if values is not None and index < len(values) else None
+
+
+def _numbers(values: Sequence[float | None] | None) -> list[float]:
+    return [one for one in values or () if one is not None and one == one]
+
+
+def _mean(values: Sequence[float | None] | None) -> float | None:
+    found = _numbers(values)
+    return sum(found) / len(found) if found else None
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant decimals, or None for what JSON cannot hold."""
+    if value is None or not pc.is_finite(pa.scalar(float(value))).as_py():
+        return None
+    return round(float(value), 4)
