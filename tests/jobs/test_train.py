@@ -16,11 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from nbclient import NotebookClient
+from page_values import values_of
 from run_variables import PYTHON_PATH, ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
 from asyncrl.observe.metric_catalog import known_names
+from asyncrl.page.report import write_report
 from asyncrl.run.audit import Books, audit, audit_text
 from asyncrl.rundir import metrics
 from asyncrl.rundir.record import read_record
@@ -153,6 +155,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     )  # Ray may do so again as an execution ends
     assert sorted(name.partition("_")[0] for name in registered) == ["prompts", "scoring"]
     assert (finished.status().committed, finished.status().version) == (40, 40)
+    assert_page_has_the_files_numbers(directory)
 
     before_and_after = [
         AutoModelForCausalLM.from_pretrained(path).state_dict()
@@ -163,6 +166,35 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
         for name, parameter in before_and_after[1].items()
     )
     AutoTokenizer.from_pretrained(directory / "hf")
+
+
+def assert_page_has_the_files_numbers(directory):
+    """The report of a real run against its Parquet files, read without asyncrl."""
+    write_report(asyncrl.open_run(directory), directory / "report.html")
+    found = values_of((directory / "report.html").read_text())
+    rows, ends = (
+        {
+            row["ordinal"]: row
+            for path in sorted((directory / folder).glob("*.parquet"))
+            for row in pq.read_table(path).to_pylist()
+        }
+        for folder in ("groups", "outcomes")
+    )
+    groups = found["groups"]
+    assert sorted(groups["ordinal"]) == sorted(rows) and len(rows) >= 40 * 4
+    for at, ordinal in enumerate(groups["ordinal"]):
+        row, end = rows[ordinal], ends.get(ordinal, {})
+        assert groups["reward"][at] == pytest.approx(sum(row["reward"]) / 4, abs=1e-4)
+        assert groups["staleness"][at] == end.get("staleness")
+        assert groups["version"][at] == end.get("trained_at_version")
+        detail = found["details"][groups["detail"][at]]
+        for trajectory, ids, logprobs in zip(
+            detail["trajectories"], row["completion_ids"], row["logprobs"], strict=True
+        ):
+            assert len(trajectory["pieces"]) == len(ids)
+            assert trajectory["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+    assert [one["level"] for one in found["verdict"]][:2] == ["good", "good"], found["verdict"]
+    assert found["lost"] and sum(one["groups"] for one in found["lost"]) == len(ends)
 
 
 KILLED = (("ray::ServeReplica", 5), ("ray::RankProcess", 25))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from page_values import values_of
 from small_run import small_group, write_small_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -34,12 +33,6 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\u202e\x00\ud83d"
 @pytest.fixture
 def small_run(tmp_path: Path) -> Path:
     return write_small_run(tmp_path / "runs" / "small")
-
-
-def values_of(page: str) -> dict[str, Any]:
-    (packed,) = re.findall(r'id="values">([^<]*)</script>', page)
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed)))
-    return found
 
 
 def page_of(run: Path) -> str:
