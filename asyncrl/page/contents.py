@@ -36,7 +36,8 @@ WITHOUT_GENERATORS = ("#/groups", "#/lost", "#/charts/waits", "#/charts/stalenes
 def contents(run: Run) -> dict[str, Any]:
     """All values of the page."""
     status, records, metrics = run.status(), run.records(), run.metrics
-    groups, outcomes = run.groups(), run.outcomes()
+    damaged = list[str]()
+    groups, outcomes = run.groups(damaged), run.outcomes(damaged)
     counted = Counter(outcomes["outcome"].to_pylist())
     generates = not isinstance(run.settings, OfflineConfig)
     rows, details, note = _groups(run, groups, outcomes, metrics)
@@ -48,6 +49,7 @@ def contents(run: Run) -> dict[str, Any]:
         "verdict": [
             {"level": one.level, "text": one.text} for one in verdict(status, records, counted)
         ],
+        "damaged": damaged,
         "asked": [one for one in ASKED if generates or one[1] not in WITHOUT_GENERATORS],
         "charts": [
             {"id": name, "spec": chart.to_dict()}

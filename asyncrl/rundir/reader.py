@@ -184,26 +184,28 @@ class Run:
         done = version >= self.settings.last_step and (self.directory / "hf").is_dir()
         return ("finished" if done else "interrupted"), ""
 
-    def groups(self) -> pa.Table:
-        """One row per group, ordered by attempt and ordinal. Empty before the first flush."""
-        return _distinct(
-            _read_parquet(
-                self.directory / "groups", pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
-            )
-        )
+    def groups(self, damaged: list[str] | None = None) -> pa.Table:
+        """One row per group, ordered by attempt and ordinal. Empty before the first flush.
 
-    def outcomes(self) -> pa.Table:
-        """One row per group with an outcome.
+        Args:
+            damaged: gets a line for each file that cannot be read, whose rows are then missing.
+                Without it, such a file raises pyarrow.ArrowInvalid.
+        """
+        schema = pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
+        return _distinct(_read_parquet(self.directory / "groups", schema, damaged))
+
+    def outcomes(self, damaged: list[str] | None = None) -> pa.Table:
+        """One row per group with an outcome. `damaged` as in `groups`.
 
         Columns: `outcome`, `reason`, `step`, `trained_at_version`, `staleness` and
         `completion_tokens` (of the whole group; null if it was not generated to its end).
         """
-        return _distinct(self.every_outcome())
+        return _distinct(self.every_outcome(damaged))
 
-    def every_outcome(self) -> pa.Table:
+    def every_outcome(self, damaged: list[str] | None = None) -> pa.Table:
         """The outcomes with duplicates. A group has several rows if it waited in a checkpoint from
         which several attempts resumed."""
-        return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS)
+        return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS, damaged)
 
     def evaluations(self) -> pa.Table:
         """One row per completion that an evaluation requested.
@@ -257,8 +259,9 @@ def _nearby(directory: Path) -> str:
     )
 
 
-def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
-    """All complete files of a folder as one table, or an empty table with the schema `empty`."""
+def _read_parquet(directory: Path, empty: pa.Schema, damaged: list[str] | None = None) -> pa.Table:
+    """All complete files of a folder as one table, or an empty table with the schema `empty`. A
+    damaged file is left out and named in `damaged`, if that is given."""
     tables = []
     for path in sorted(directory.glob("*.parquet")):
         if path.name.startswith("."):
@@ -266,7 +269,11 @@ def _read_parquet(directory: Path, empty: pa.Schema) -> pa.Table:
         try:
             tables.append(parquet.read_table(path))
         except FileNotFoundError:  # merged into a larger file since the folder was listed
-            return _read_parquet(directory, empty)
+            return _read_parquet(directory, empty, damaged)
+        except (pa.ArrowInvalid, OSError) as error:
+            if damaged is None:
+                raise
+            damaged.append(f"{directory.name}/{path.name}: {str(error).splitlines()[0]}")
     return pa.concat_tables(tables, promote_options="permissive") if tables else empty.empty_table()
 
 

@@ -138,6 +138,20 @@ def test_a_run_without_groups_has_a_page(tmp_path: Path) -> None:
     assert found["groups"]["ordinal"] == [] and found["lost"] == []
 
 
+def test_a_damaged_file_is_named_and_the_rest_is_shown(small_run: Path) -> None:
+    whole = values_of(page_of(small_run))["groups"]["ordinal"]
+    (small_run / "groups" / "torn.parquet").write_bytes(b"PAR1 torn")
+    (small_run / "outcomes" / "empty.parquet").write_bytes(b"")
+    with (small_run / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "st')
+    found = values_of(page_of(small_run))
+    assert found["groups"]["ordinal"] == whole
+    assert [one.partition(":")[0] for one in found["damaged"]] == [
+        "groups/torn.parquet",
+        "outcomes/empty.parquet",
+    ]
+
+
 def test_the_command_writes_the_page(
     small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

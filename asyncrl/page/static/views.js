@@ -12,6 +12,9 @@ export function overview(values, dark) {
     el("ul", { class: "verdict" }, values.verdict.map((one) =>
       el("li", { class: one.level }, el("span", { class: "mark", "aria-hidden": "true" }, MARK[one.level]),
         shown(one.text)))),
+    values.damaged.length === 0 ? null : el("div", { class: "note bad" },
+      el("p", {}, "These files are damaged, so what they had is missing here:"),
+      el("ul", {}, values.damaged.map((one) => el("li", {}, shown(one))))),
     table(["if you ask …", "open …"], values.asked.map(([ask, href]) =>
       [ask, el("a", { href }, href.split("/").pop())]), "asked"),
     notable(values),
