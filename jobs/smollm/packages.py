@@ -78,22 +78,31 @@ def install_into(folder: Path, requirements: Sequence[str]) -> None:
 def whole(folder: Path, make: Callable[[Path], None], source: str) -> Path:
     """Let `make` fill an empty folder, which then gets this name. If `make` raises, or another
     process was faster, nothing of it stays. A folder that was made from the same source is not made
-    again.
+    again, and one that was made from another source is replaced.
 
     Args:
         source: what the content depends on, such as the pins of packages.
+
+    Raises:
+        ConfigError: the folder has files that this did not make.
     """
     if made_from(folder, source):
         return folder
     if folder.exists():
+        if any(folder.iterdir()) and not (folder / MADE_FROM).exists():
+            raise ConfigError(
+                f"{folder} has files that were not made here; move them away, or name another"
+                " folder"
+            )
         print(f"{folder}: made from another version; making it again")
-        shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as holder:
         unfinished = Path(holder) / "made"
         unfinished.mkdir()
         make(unfinished)
         (unfinished / MADE_FROM).write_text(_digest(source))
+        if folder.exists() and not made_from(folder, source):
+            shutil.rmtree(folder)
         try:
             unfinished.rename(folder)
         except OSError:

@@ -249,6 +249,15 @@ def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
     names = {one.name for one in (tmp_path / "made").iterdir()}
     assert names == {"new", packages.MADE_FROM}, "what another version made is made again"
 
+    with pytest.raises(AssertionError):
+        whole(tmp_path / "made", fails, "version 3")
+    assert (tmp_path / "made" / "new").exists(), "until the new one is whole"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"own has files that were not made here; move them"):
+        whole(tmp_path / "own", fails, "version 1")
+    assert (tmp_path / "own" / "thesis.txt").exists()
+
 
 def test_a_failed_installation_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

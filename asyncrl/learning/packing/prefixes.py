@@ -52,7 +52,7 @@ def pack_shared(
         if (above := _most_tokens(rows, plan) - max_tokens) <= 0:
             return _counted(rows, plan, max_tokens)
         # Rows of one micro-batch may lack a prefix that was worth a segment in the whole step.
-        room = max(0, room - above)
+        room = max(0, min(room - above, room * 7 // 8))
 
 
 def _planned(
@@ -71,19 +71,15 @@ def _planned(
         limits = {min(room, ceil(fair / part)) for part in PARTS_OF_RANK}
     plans = []
     for limit in sorted(limits, reverse=True):
-        found = shared_units(rows, forest, limit, max_tokens, quadratic, units)
+        found = shared_units(rows, forest, limit, quadratic, units)
         most = min(max_tokens, max(room, *found.tokens.tolist()))
         plans.append(pack_units(found, most, world_size, one_each=not room))
     return min(plans, key=lambda plan: plan.cost)
 
 
 def _most_tokens(rows: Sequence[np.ndarray], plan: Packing) -> int:
-    """The tokens of the largest micro-batch, with and without the last token of each row, which is
-    no input. Without it, another prefix may be worth a segment."""
-    return max(
-        max(row_tokens(chosen), row_tokens([row[:-1] if len(row) > 1 else row for row in chosen]))
-        for chosen in _micro_batches(rows, plan)
-    )
+    """The tokens of the largest micro-batch."""
+    return max(map(row_tokens, _micro_batches(rows, plan)))
 
 
 def _counted(rows: Sequence[np.ndarray], plan: Packing, max_tokens: int) -> Packing:
@@ -107,19 +103,18 @@ def shared_units(
     rows: Sequence[np.ndarray],
     forest: Forest,
     limit: int,
-    max_tokens: int,
     quadratic: float = 0.0,
     units: Sequence[Sequence[int]] | None = None,
 ) -> Units:
-    """Put rows with a common prefix into one unit of at most `limit` tokens, or `max_tokens` if
-    `units` join several. Single rows and `units` may have more."""
+    """Put rows with a common prefix into one unit of at most `limit` tokens. Single rows and `units`
+    may have more."""
     parts = _parts(forest, limit)
     if units is not None:
         joined = _joined([part.rows for part in parts], units)
         parts = [
             _part(rows, members)
             for chosen in joined
-            for members in _fitting(rows, chosen, units, max_tokens)
+            for members in _fitting(rows, chosen, units, limit)
         ]
     return Units(
         [part.rows for part in parts],
@@ -129,8 +124,11 @@ def shared_units(
 
 
 def row_tokens(rows: Sequence[np.ndarray]) -> int:
-    """Return the tokens of a packed row with these rows, which contains common prefixes once."""
-    return shared_rows(rows).tokens
+    """Return the tokens of a packed row with these rows, which contains common prefixes once. The
+    last token of a row is no input, and without it another prefix may be worth a segment. So this
+    is the larger count, with and without the last tokens."""
+    inputs = [row[:-1] if len(row) > 1 else row for row in rows]
+    return max(shared_rows(rows).tokens, shared_rows(inputs).tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +142,8 @@ class _Part:
 
 
 def _part(rows: Sequence[np.ndarray], members: tuple[int, ...]) -> _Part:
-    forest = shared_rows([rows[member] for member in members])
-    return _Part(members, forest.tokens, sum(_squares(forest)))
+    chosen = [rows[member] for member in members]
+    return _Part(members, row_tokens(chosen), sum(_squares(shared_rows(chosen))))
 
 
 def _squares(forest: Forest) -> list[int]:
@@ -240,10 +238,10 @@ def _fitting(
     rows: Sequence[np.ndarray],
     members: tuple[int, ...],
     units: Sequence[Sequence[int]],
-    max_tokens: int,
+    limit: int,
 ) -> list[tuple[int, ...]]:
     """Return these rows as one unit, or as several of neighboring `units` if they are too many."""
-    if row_tokens([rows[member] for member in members]) <= max_tokens:
+    if row_tokens([rows[member] for member in members]) <= limit:
         return [members]
     inside, found = set(members), list[tuple[int, ...]]()
     left = sorted((unit for unit in units if unit[0] in inside), key=lambda one: _order(rows, one))
@@ -252,7 +250,7 @@ def _fitting(
         return row_tokens([rows[member] for unit in left[:count] for member in unit])
 
     while left:
-        count = max(1, bisect_right(range(len(left) + 1), max_tokens, lo=1, key=tokens) - 1)
+        count = max(1, bisect_right(range(len(left) + 1), limit, lo=1, key=tokens) - 1)
         found.append(tuple(sorted(member for unit in left[:count] for member in unit)))
         left = left[count:]
     return sorted(found)

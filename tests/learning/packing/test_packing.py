@@ -282,7 +282,7 @@ def units_of(
     quadratic: float = 0.0,
     units: list[tuple[int, ...]] | None = None,
 ) -> Units:
-    return shared_units(rows, shared_rows(rows), limit, limit, quadratic, units)
+    return shared_units(rows, shared_rows(rows), limit, quadratic, units)
 
 
 def test_a_group_is_one_unit_that_has_its_prompt_once() -> None:
@@ -382,6 +382,15 @@ def test_a_prefix_that_a_micro_batch_does_not_keep_counts_for_each_row() -> None
     batches = [micro_batch(examples, members, "cpu") for members in plan.micro_batches[0]]
     assert max(batch.input_ids.shape[1] for batch in batches) <= 3184
     assert sorted(member for batch in batches for member in batch.order) == [*range(20)]
+
+
+def test_a_unit_that_fits_only_with_its_last_tokens_is_refused_by_name() -> None:
+    """Without its last token, the second row saves too little of the first to be its prefix."""
+    first = np.arange(320)
+    rows = [first, first[:10]]
+    with pytest.raises(ValueError, match="trajectories 0, 1 has 328 tokens, not 1 to 324"):
+        pack_shared(rows, 324, units=[(0, 1)])
+    assert pack_shared(rows, 328, units=[(0, 1)]).micro_batches == (((0, 1),),)
 
 
 @pytest.mark.parametrize(("context", "pairs", "cap"), [(1000, 16, 2048), (96, 28, 2048)])
