@@ -257,13 +257,16 @@ def on_a_run(known: argparse.Namespace) -> int:
     except pa.ArrowInvalid as error:
         print_shown(f"asyncrl: {error}; restore the file, or move it away", file=sys.stderr)
         return 2
+    except ValueError as error:  # a damaged line of metrics.jsonl
+        print_shown(f"asyncrl: {error}", file=sys.stderr)
+        return 2
     except OutputError:
         raise
     except OSError as error:
         refused = isinstance(error, PermissionError)
         way_out = "; give this user permission, or name another path" if refused else ""
         named = f"{error.filename}: " if error.filename else ""
-        print_shown(f"asyncrl: {named}{error.strerror}{way_out}", file=sys.stderr)
+        print_shown(f"asyncrl: {named}{error.strerror or error}{way_out}", file=sys.stderr)
         return 2
 
 

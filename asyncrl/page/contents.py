@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from asyncrl.charts import asynchrony, learning
 from asyncrl.charts.drawing import Chart, theme
 from asyncrl.config import ConfigError, OfflineConfig
+from asyncrl.contracts.rows import SCORED_COLUMNS
 from asyncrl.page.chosen import Row, choose
 from asyncrl.page.pieces import Pieces
 from asyncrl.page.verdict import verdict
@@ -47,7 +48,8 @@ def contents(run: Run) -> dict[str, Any]:
         "step": status.step,
         "max_steps": status.max_steps,
         "verdict": [
-            {"level": one.level, "text": one.text} for one in verdict(status, records, counted)
+            {"level": one.level, "text": one.text}
+            for one in verdict(status, records, counted, generates)
         ],
         "damaged": damaged,
         "asked": [one for one in ASKED if generates or one[1] not in WITHOUT_GENERATORS],
@@ -59,7 +61,7 @@ def contents(run: Run) -> dict[str, Any]:
         "groups": rows,
         "details": details,
         "chosen": note,
-        "lost": _lost(outcomes),
+        "lost": _lost(outcomes, set(zip(rows["attempt"], rows["ordinal"], strict=True))),
         "notable": [
             {"step": record["step"], "why": why}
             for record in records
@@ -103,6 +105,9 @@ def _groups(
             ["attempt", "ordinal", "outcome", "reason", "step", "trained_at_version", "staleness"]
         ).to_pylist()
     }
+    for name in ("reward", "advantage", "status"):  # a run whose every group failed lacks them
+        if name not in groups.column_names:
+            groups = groups.append_column(name, pa.nulls(len(groups), SCORED_COLUMNS[name]))
     keys = list(zip(groups["attempt"].to_pylist(), groups["ordinal"].to_pylist(), strict=True))
     ends = [ended.get(key, {}) for key in keys]
     rewards = groups["reward"].to_pylist()
@@ -188,21 +193,27 @@ def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
     }
 
 
-def _lost(outcomes: pa.Table) -> list[dict[str, Any]]:
-    """Each outcome with its reason, most frequent first."""
-    grouped = outcomes.group_by(["outcome", "reason"]).aggregate(
-        [("ordinal", "count"), ("ordinal", "min")]
-    )
-    rows = grouped.sort_by([("ordinal_count", "descending")]).to_pylist()
-    return [
-        {
-            "outcome": row["outcome"],
-            "reason": row["reason"] or "",
-            "groups": row["ordinal_count"],
-            "first": row["ordinal_min"],
-        }
-        for row in rows[:MOST_REASONS]
-    ]
+def _lost(outcomes: pa.Table, keys: Collection[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Each outcome with its reason, most frequent first, and its first group. The last row has all
+    further reasons.
+
+    Args:
+        keys: (attempt, ordinal) of the groups that the page can open.
+    """
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    columns = (outcomes[name].to_pylist() for name in ("outcome", "reason", "attempt", "ordinal"))
+    for outcome, reason, attempt, ordinal in zip(*columns, strict=True):
+        found.setdefault((outcome, reason or ""), []).append((attempt, ordinal))
+    ranked = sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+    rows = []
+    for (outcome, reason), groups in ranked[:MOST_REASONS]:
+        first = next((key for key in groups if key in keys), None)
+        rows.append({"outcome": outcome, "reason": reason, "groups": len(groups), "first": first})
+    if rest := ranked[MOST_REASONS:]:
+        count = sum(len(groups) for _, groups in rest)
+        reason = f"{len(rest):,} further reasons, which open_run(…).outcomes() has"
+        rows.append({"outcome": "others", "reason": reason, "groups": count, "first": None})
+    return rows
 
 
 def _notable(record: dict[str, Any]) -> str:
@@ -233,7 +244,8 @@ def _attempts(directory: Path) -> list[dict[str, Any]]:
 def _tokenizer(run: Run) -> Path:
     """A directory with the run's tokenizer: of its exported model, or else of its first one."""
     exported = run.directory / "hf"
-    return exported if exported.is_dir() else Path(run.settings.model.path)
+    there = (exported / "tokenizer.json").is_file()
+    return exported if there else Path(run.settings.model.path)
 
 
 def _mask(values: Sequence[int]) -> list[int]:
@@ -255,7 +267,7 @@ def _mean(values: Sequence[float | None] | None) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Four significant decimals, or None for what JSON cannot hold."""
-    if value is None or not pc.is_finite(pa.scalar(float(value))).as_py():
+    """Five significant digits, or None for what JSON cannot hold."""
+    if value is None or not math.isfinite(value):
         return None
-    return round(float(value), 4)
+    return float(f"{value:.5g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +14,12 @@ class Pieces:
     """Splits token ids into their texts, by the `tokenizer.json` of a model's directory."""
 
     def __init__(self, directory: Path) -> None:
-        """Without that file, each token is shown by its number."""
+        """Without that file, or if it is damaged, each token is shown by its number."""
         path = directory / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
         if path.is_file():
-            self._tokenizer = Tokenizer.from_file(str(path))
+            with contextlib.suppress(Exception):  # all that the library raises for a damaged file
+                self._tokenizer = Tokenizer.from_file(str(path))
 
     @property
     def known(self) -> bool:

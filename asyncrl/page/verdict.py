@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from asyncrl.rundir.reader import Status
 
 ENDS = 10
 """Steps at each end of a run whose mean reward is compared, at most a quarter of its steps."""
+ON_DATA = "Nothing waits: the run trains on a dataset."
 BUSY = 0.1
 """A side that waits for less than this share of the time does not wait."""
 
@@ -24,38 +26,50 @@ class Sentence:
 
 
 def verdict(
-    status: Status, records: Sequence[Mapping[str, Any]], outcomes: Counter[str]
+    status: Status,
+    records: Sequence[Mapping[str, Any]],
+    outcomes: Counter[str],
+    generates: bool = True,
 ) -> list[Sentence]:
-    """The sentences, health before speed.
+    """The sentences, health before speed. A run without steps has no third one.
 
     Args:
-        records: of metrics.jsonl.
+        records: of metrics.jsonl. Of a step that an attempt repeated, the newest record counts.
         outcomes: outcome → groups.
+        generates: whether it has generators, and not a dataset.
     """
-    return [_health(status, records, outcomes), _learning(records), _waits(records)]
+    newest = {record["step"]: record for record in records if record["event"] == "step"}
+    steps = [newest[step] for step in sorted(newest)]
+    evaluations = [record for record in records if record["event"] == "evaluation"]
+    alarms = [record for record in records if record["event"] == "alarm"]
+    found = [_health(status, steps, alarms, outcomes), _learning(status, steps, evaluations)]
+    if steps:
+        found.append(_waits(steps) if generates else Sentence("note", ON_DATA))
+    return found
 
 
 def _health(
-    status: Status, records: Sequence[Mapping[str, Any]], outcomes: Counter[str]
+    status: Status,
+    steps: Sequence[Mapping[str, Any]],
+    alarms: Sequence[Mapping[str, Any]],
+    outcomes: Counter[str],
 ) -> Sentence:
+    cause = f": {status.cause}" if status.cause else ""
     if status.state == "failed":
-        return Sentence("bad", f"The run failed at step {status.step}: {status.cause}.")
-    alarms = [record for record in records if record["event"] == "alarm"]
-    skipped = sum(1 for one in records if one["event"] == "step" and not one.get("applied", 1))
+        return Sentence("bad", f"The run failed at step {status.step}{cause}.")
+    skipped = sum(1 for one in steps if not one.get("applied", 1))
     lost = outcomes["dropped"] + outcomes["failed"]
     wrong = []
     if alarms:
-        first = alarms[0]
-        wrong.append(
-            f"{_many(len(alarms), 'alarm')}, first at step {first['step']}: {first['alarm']}"
-        )
+        step, text = alarms[0]["step"], alarms[0].get("alarm", "")
+        wrong.append(f"{_many(len(alarms), 'alarm')}, first at step {step}: {text}")
     if skipped:
         wrong.append(f"{_many(skipped, 'step')} of the learner {_were(skipped)} skipped")
     total = sum(outcomes.values())
-    if lost and total:
+    if lost:
         wrong.append(f"{lost:,} of {total:,} groups were lost ({lost / total:.1%})")
     end = {
-        "interrupted": f"The run was interrupted at step {status.step}: {status.cause}. ",
+        "interrupted": f"The run was interrupted at step {status.step}{cause}. ",
         "running": f"The run is at step {status.step} of {status.max_steps}. ",
     }.get(status.state, "")
     if wrong:
@@ -66,32 +80,38 @@ def _health(
     )
 
 
-def _learning(records: Sequence[Mapping[str, Any]]) -> Sentence:
-    steps = [record for record in records if record["event"] == "step"]
-    evaluations = [record for record in records if record["event"] == "evaluation"]
+def _learning(
+    status: Status,
+    steps: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]],
+) -> Sentence:
     if not steps:
-        accuracy = [one["eval/accuracy"] for one in evaluations if "eval/accuracy" in one]
+        accuracy = _finite(evaluations, "eval/accuracy")
         measured = f" Held-out accuracy is {accuracy[-1]:.1%}." if accuracy else ""
-        return Sentence("note", f"It has not taken a step yet.{measured}")
+        does = "It only evaluates." if status.max_steps == 0 else "It has not taken a step yet."
+        return Sentence("note", f"{does}{measured}")
     said, gains = [], []
     for name, title, better in (
         ("eval/accuracy", "held-out accuracy", 1),
         ("eval/exact_match", "held-out exact match", 1),
         ("eval/loss", "held-out loss", -1),
     ):
-        found = [record[name] for record in evaluations if name in record]
+        found = _finite(evaluations, name)
+        if any(name in one and one[name] is None for one in evaluations):
+            return Sentence("bad", f"It does not learn: the {title} was not a finite number.")
         if len(found) > 1:
-            said.append(
-                f"{title} went from {_number(found[0], name)} to {_number(found[-1], name)}"
-            )
+            before, after = (_number(found[at], name) for at in (0, -1))
+            said.append(f"{title} went from {before} to {after}")
             gains.append(better * (found[-1] - found[0]))
     many = max(1, min(ENDS, len(steps) // 4))
-    for name, title, better in (("reward/mean", "the mean reward", 1), ("loss", "the loss", -1)):
-        found = [record[name] for record in steps if isinstance(record.get(name), float)]
-        if len(found) >= 2 * many and (name != "loss" or not _rewarded(steps)):
-            before, after = (sum(part) / many for part in (found[:many], found[-many:]))
-            said.append(f"{title} went from {before:.3g} to {after:.3g}")
-            gains.append(better * (after - before))
+    name, title, better = (
+        ("reward/mean", "the mean reward", 1) if _rewarded(steps) else ("loss", "the loss", -1)
+    )
+    found = _finite(steps, name)
+    if len(found) >= 2 * many:
+        low, high = (sum(part) / many for part in (found[:many], found[-many:]))
+        said.append(f"{title} went from {low:.3g} to {high:.3g}")
+        gains.append(better * (high - low))
     if not said:
         return Sentence("note", "It has taken too few steps to tell whether it learns.")
     text = " and ".join(said)
@@ -100,14 +120,13 @@ def _learning(records: Sequence[Mapping[str, Any]]) -> Sentence:
     return Sentence("bad", f"It does not learn: {text}.")
 
 
-def _waits(records: Sequence[Mapping[str, Any]]) -> Sentence:
-    steps = [record for record in records if record["event"] == "step"]
+def _waits(steps: Sequence[Mapping[str, Any]]) -> Sentence:
     work, waited, held = (
-        sum(record.get(name) or 0.0 for record in steps)
+        sum(_finite(steps, name))
         for name in ("time/step_s", "time/learner_waited_s", "time/generators_waited_s")
     )
-    if not work or not _rewarded(steps):
-        return Sentence("note", "Nothing waits: the run trains on a dataset.")
+    if not work:
+        return Sentence("note", "The run did not record who waits.")
     total = work + waited
     learner, generators = waited / total, held / total
     if learner < BUSY and generators < BUSY:
@@ -121,6 +140,12 @@ def _waits(records: Sequence[Mapping[str, Any]]) -> Sentence:
         "note",
         f"The learner sets the pace: the generators wait for it {generators:.0%} of the time.",
     )
+
+
+def _finite(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The values of a metric that are numbers."""
+    values = (record.get(name) for record in records)
+    return [one for one in values if isinstance(one, int | float) and math.isfinite(one)]
 
 
 def _rewarded(steps: Sequence[Mapping[str, Any]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -22,6 +23,7 @@ import asyncrl
 from asyncrl.cli import main
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.page.chosen import EXTREMES, Row, choose
+from asyncrl.page.contents import MOST_REASONS, _lost
 from asyncrl.page.pieces import Pieces
 from asyncrl.page.report import MODULES, STATIC, html, script, write_report
 from asyncrl.page.verdict import verdict
@@ -166,6 +168,38 @@ def test_the_command_writes_the_page(
     assert ended.value.code == 2 and "is not a directory" in capsys.readouterr().err
 
 
+def test_further_reasons_are_counted_and_a_group_is_named_with_its_attempt() -> None:
+    table = pa.table(
+        {
+            "outcome": ["failed"] * (MOST_REASONS + 5) + ["trained"] * 9,
+            "reason": [f"reason {n:03}" for n in range(MOST_REASONS + 5)] + [None] * 9,
+            "attempt": [1] * (MOST_REASONS + 5) + [0] * 9,
+            "ordinal": [*range(MOST_REASONS + 5), *range(9)],
+        }
+    )
+    found = _lost(table, {(0, 3), (1, 2)})
+    assert sum(one["groups"] for one in found) == MOST_REASONS + 14
+    assert found[0] == {"outcome": "trained", "reason": "", "groups": 9, "first": (0, 3)}
+    assert found[3]["first"] == (1, 2) and found[4]["first"] is None
+    assert found[-1]["reason"].startswith("6 further reasons") and found[-1]["groups"] == 6
+
+
+def test_a_damaged_tokenizer_leaves_numbers(small_run: Path) -> None:
+    (small_run / "hf").mkdir()
+    (small_run / "hf" / "tokenizer.json").write_text("{")
+    found = values_of(page_of(small_run))
+    assert "tokenizer was not found" in found["chosen"]
+    assert found["details"][0]["trajectories"][0]["pieces"][0].startswith("[")
+
+
+def test_groups_that_were_never_scored_are_shown(small_run: Path) -> None:
+    for path in (small_run / "groups").glob("*.parquet"):
+        table = pq.read_table(path)
+        pq.write_table(table.drop_columns(["reward", "advantage", "status", "reward_parts"]), path)
+    found = values_of(page_of(small_run))["groups"]
+    assert set(found["reward"]) == {None} and len(found["ordinal"]) == 14
+
+
 def rows(count: int, **changes: Any) -> list[Row]:
     row = Row(tokens=10, reward=0.5, outcome="trained", step=1, masked=False)
     return [replace(row, **changes) for _ in range(count)]
@@ -257,14 +291,38 @@ def steps(count: int = 8, **changes: float) -> list[dict[str, Any]]:
             {"trained": 6, "dropped": 2, "failed": 2},
             ("1 alarm, first at step 3: entropy is 0; 8 steps of the", "It", "Both"),
         ),
-        (status("running"), [], {}, ("The run is at step 8 of 8. Nothing", "It has not", "Not")),
+        (status("running"), [], {}, ("The run is at step 8 of 8. Nothing", "It has not")),
+        (
+            replace(status(), max_steps=0),
+            [{"event": "evaluation", "step": 0, "eval/accuracy": 0.25}],
+            {},
+            ("Nothing", "It only evaluates. Held-out accuracy is 25.0%."),
+        ),
+        (
+            status("interrupted"),
+            [*steps(), *steps(2, applied=0.0), *steps(2)],
+            {"trained": 9},
+            ("The run was interrupted at step 8. Nothing went wrong", "It", "Both"),
+        ),
+        (
+            status(),
+            [*steps(), *({"event": "evaluation", "eval/loss": at} for at in (2.0, None))],
+            {"trained": 9},
+            ("Nothing", "It does not learn: the held-out loss was not a finite number.", "Both"),
+        ),
+        (
+            status(),
+            [*steps(4), *steps(**{"reward/mean": math.nan})],
+            {"trained": 9},
+            ("Nothing", "It has taken too few steps to tell", "Both"),
+        ),
     ],
 )
 def test_three_sentences_say_how_a_run_is(
     state: Status,
     records: list[dict[str, Any]],
     outcomes: dict[str, int],
-    said: tuple[str, str, str],
+    said: tuple[str, ...],
 ) -> None:
     found = verdict(state, records, Counter(outcomes))
     for sentence, beginning in zip(found, said, strict=True):

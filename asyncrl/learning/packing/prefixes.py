@@ -106,8 +106,8 @@ def shared_units(
     quadratic: float = 0.0,
     units: Sequence[Sequence[int]] | None = None,
 ) -> Units:
-    """Put rows with a common prefix into one unit of at most `limit` tokens. Single rows and `units`
-    may have more."""
+    """Put rows with a common prefix into one unit of at most `limit` tokens. Single rows and
+    `units` may have more."""
     parts = _parts(forest, limit)
     if units is not None:
         joined = _joined([part.rows for part in parts], units)

@@ -22,6 +22,6 @@ export function table(head, rows, name = "") {
 
 /** A text in which controls and directions of writing are visible, so that nothing hides. */
 export function shown(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
+  return text.replace(/(?![\t\n\u200b-\u200d])[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu,
     (one) => `\\u{${one.codePointAt(0).toString(16)}}`);
 }

@@ -19,7 +19,7 @@ export function groupList(values, state, open) {
   const count = el("p", { class: "quiet", "aria-live": "polite" });
   list.append(room);
   let found = [];
-  let current = 0;
+  let current = state.current;
 
   const show = () => {
     const first = Math.max(0, Math.floor(list.scrollTop / ROW) - 5);
@@ -38,27 +38,29 @@ export function groupList(values, state, open) {
     return el("a", {
       class: `row${place === current ? " chosen" : ""}${groups.detail[index] < 0 ? " bare" : ""}`,
       href: link(groups, index), style: `top:${place * ROW}px`, role: "option",
-      "aria-selected": place === current,
+      "aria-selected": place === current, tabindex: "-1",
     }, cells.map((one) => el("span", {}, one)));
   };
-  const apply = () => {
+  const apply = (kept = false) => {
     found = matching(values, state);
     const [column, sign] = SORTS[state.sort];
     const key = (index) => groups[column][index];
     found.sort((a, b) => compare(key(a), key(b), sign) || groups.ordinal[a] - groups.ordinal[b]);
-    current = 0;
+    if (!kept) { current = 0; state.top = 0; }
     room.style.height = `${found.length * ROW}px`;
     count.textContent = `${number(found.length)} of ${number(groups.ordinal.length)} groups`;
-    list.scrollTop = 0;
+    list.scrollTop = state.top;
     show();
   };
-  list.addEventListener("scroll", show);
+  list.addEventListener("scroll", () => { state.top = list.scrollTop; show(); });
   list.addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15 }[event.key];
     if (event.key === "Enter" && found.length) open(link(groups, found[current]));
     if (step === undefined) return;
     event.preventDefault();
     current = Math.max(0, Math.min(found.length - 1, current + step));
+    state.current = current;
+    list.focus();
     if (current * ROW < list.scrollTop) list.scrollTop = current * ROW;
     const below = (current + 1) * ROW - list.clientHeight;
     if (below > list.scrollTop) list.scrollTop = below;
@@ -82,7 +84,7 @@ export function groupList(values, state, open) {
       .map((one) => el("span", {}, one)));
   const node = el("section", {}, el("h2", {}, "Groups"), el("p", { class: "quiet" }, values.chosen),
     filter, count, head, list);
-  return { node, after: apply };
+  return { node, after: () => { apply(true); list.focus({ preventScroll: true }); } };
 }
 
 function matching(values, state) {

@@ -6,7 +6,7 @@ import { load } from "./values.js";
 import { lost, overview, settings } from "./views.js";
 
 const TABS = { "#/": "Overview", "#/groups": "Groups", "#/lost": "Lost and found", "#/settings": "Settings" };
-const state = { text: "", step: "", outcome: "all", sort: "step" };
+const state = { text: "", step: "", outcome: "all", sort: "step", current: 0, top: 0 };
 const darkness = window.matchMedia("(prefers-color-scheme: dark)");
 
 /** Where an address points: "/step/212/group/1701@1/3/token/112" and its beginnings. */
@@ -39,11 +39,14 @@ function view(values) {
     return group(values, index, place, (hash) => history.replaceState(null, "", hash));
   }
   if (place.view === "step") {
-    state.step = place.step === null ? "" : String(place.step);
+    if (place.step === null) return { node: nothing("No step has this number.") };
+    if (state.step !== String(place.step)) {
+      Object.assign(state, { step: String(place.step), text: "", outcome: "all", current: 0, top: 0 });
+    }
     return groupList(values, state, (hash) => { location.hash = hash; });
   }
   if (place.view === "groups") {
-    state.step = "";
+    if (state.step !== "") Object.assign(state, { step: "", current: 0, top: 0 });
     return groupList(values, state, (hash) => { location.hash = hash; });
   }
   if (place.view === "lost") return { node: lost(values) };

@@ -70,7 +70,7 @@ function numbers(trajectory, index) {
     "log-prob of the generator": number(logprob, 4),
     probability: logprob === null ? DASH : number(Math.exp(logprob), 4),
     "trained": masked ? "no: the mask leaves it out" : trajectory.status === "ok" ? "yes"
-      : `no: ${trajectory.status}`,
+      : `no: ${trajectory.status || "not scored"}`,
     advantage: number(trajectory.advantage, 4),
   };
   return Object.entries(facts).map(([name, value]) =>

@@ -37,7 +37,11 @@ export function lost(values) {
     el("p", { class: "quiet" }, `${many(total, "group")} ended. A group is lost with its reason, never in silence.`),
     table(["outcome", "groups", "share", "reason", "first"], values.lost.map((one) => [
       one.outcome, number(one.groups), `${number((100 * one.groups) / total, 1)}%`, shown(one.reason),
-      el("a", { href: `#/group/${one.first}` }, `#${one.first}`)])));
+      one.first === null ? "" : el("a", { href: placeOf(one.first) }, `#${one.first[1]}`)])));
+}
+
+function placeOf([attempt, ordinal]) {
+  return `#/group/${ordinal}@${attempt}`;
 }
 
 /** The settings, the attempts and the command that goes on. */
