@@ -49,8 +49,10 @@ def pack_shared(
     forest, room = shared_rows(rows), max_tokens
     while True:
         plan = _planned(rows, forest, room, max_tokens, world_size, quadratic, units)
-        if (above := _most_tokens(rows, plan) - max_tokens) <= 0:
-            return _counted(rows, plan, max_tokens)
+        used = _used(rows, plan)
+        if (above := max(used) - max_tokens) <= 0:
+            tokens, number = sum(used), sum(map(len, plan.micro_batches))
+            return replace(plan, tokens=tokens, fill=tokens / (number * max_tokens))
         # Rows of one micro-batch may lack a prefix that was worth a segment in the whole step.
         room = max(0, min(room - above, room * 7 // 8))
 
@@ -77,22 +79,10 @@ def _planned(
     return min(plans, key=lambda plan: plan.cost)
 
 
-def _most_tokens(rows: Sequence[np.ndarray], plan: Packing) -> int:
-    """The tokens of the largest micro-batch."""
-    return max(map(row_tokens, _micro_batches(rows, plan)))
-
-
-def _counted(rows: Sequence[np.ndarray], plan: Packing, max_tokens: int) -> Packing:
-    """The plan with the tokens of its micro-batches, which share more prefixes than their units."""
-    tokens = sum(map(row_tokens, _micro_batches(rows, plan)))
-    number = sum(map(len, plan.micro_batches))
-    return replace(plan, tokens=tokens, fill=tokens / (number * max_tokens))
-
-
-def _micro_batches(rows: Sequence[np.ndarray], plan: Packing) -> list[list[np.ndarray]]:
-    """The rows of each micro-batch that has some."""
+def _used(rows: Sequence[np.ndarray], plan: Packing) -> list[int]:
+    """The tokens of each micro-batch that has rows. It shares more prefixes than its units."""
     return [
-        [rows[member] for member in members]
+        row_tokens([rows[member] for member in members])
         for rank in plan.micro_batches
         for members in rank
         if members
