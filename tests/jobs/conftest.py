@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import time
-from collections.abc import Callable, Iterator, Set as AbstractSet
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from run_process import RunProcess
@@ -147,40 +143,3 @@ def start_config(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], RunProce
     yield start
     for run in started:
         run.kill()
-
-
-def _lives(pid: str) -> bool:
-    return psutil.pid_exists(int(pid))
-
-
-@pytest.fixture
-def shared_memory() -> Callable[..., set[str]]:
-    """Files in shared memory that no living process has mapped, so that a process has left them
-    behind. Other programs on this machine may have such files too. A file with the id of a living
-    process in its name is no such file: an engine of other tests is about to read it.
-
-    `shared_memory(before)` waits until only files of `before` are left, 30 s at most: a process of
-    other tests that ends just now unmaps its files before it removes them."""
-
-    def left(before: AbstractSet[str] | None = None) -> set[str]:
-        deadline = time.monotonic() + 30
-        while (found := look()) - (found if before is None else before):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
-        return found
-
-    def look() -> set[str]:
-        files = {}
-        for path in Path("/dev/shm").rglob("*"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.is_file() and not any(map(_lives, re.findall(r"-(\d+)\.", path.name))):
-                    files[str(path.stat().st_ino)] = str(path)
-        # By number: a semaphore is mapped by the name that it had before its own.
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):
-                for number in re.findall(r" (\d+) +/dev/shm/", maps.read_text()):
-                    files.pop(number, None)
-        return set(files.values())
-
-    return left

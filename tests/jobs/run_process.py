@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ def born(process: psutil.Process) -> float:
         return 0.0
 
 
+MAPPED = re.compile(r" (\d+) +/dev/shm/")
+"""The inode of a mapped file in shared memory, in /proc/PID/maps. The path there may be older than
+the file's name: a semaphore is mapped before it gets its own."""
+
+
+def mapped_files(pid: int) -> set[int]:
+    """Inodes of the files in shared memory that a process has mapped now; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return set(map(int, MAPPED.findall(Path(f"/proc/{pid}/maps").read_text())))
+    return set()
+
+
+def named_for(path: Path, pids: Set[int]) -> bool:
+    """Whether the name of a file contains the number of one of these processes."""
+    return any(int(pid) in pids for pid in re.findall(r"-(\d+)\.", path.name))
+
+
 class RunProcess:
     """`asyncrl train` in its own process group."""
 
@@ -56,6 +74,8 @@ class RunProcess:
             start_new_session=True,
         )
         self.seen: dict[int, psutil.Process] = {}
+        self.mapped: set[int] = set()
+        self.next_look = 0.0
 
     @property
     def output(self) -> str:
@@ -66,7 +86,12 @@ class RunProcess:
         if self.process.poll() is None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 self.seen[child.pid] = child
-        return [child for child in self.seen.values() if lives(child)]
+        living = [child for child in self.seen.values() if lives(child)]
+        if time.monotonic() > self.next_look:  # A look reads some thousand lines a process.
+            pids = [self.process.pid, *(child.pid for child in living)]
+            self.mapped.update(*map(mapped_files, pids))
+            self.next_look = time.monotonic() + 3
+        return living
 
     def having(self, part: str) -> list[psutil.Process]:
         """The living processes whose command line contains `part`, oldest first. An old one may
@@ -103,6 +128,25 @@ class RunProcess:
         return [
             f"{process.pid} {command_line(process)[:80]}" for process in alive if lives(process)
         ]
+
+    def left_in_shared_memory(self, timeout_s: float = 30) -> list[str]:
+        """Files in shared memory that this run's processes made and that are still there after
+        `timeout_s`: a resource tracker may remove them a moment after their process has ended.
+        Files of other programs, and of other tests that kill theirs, do not count."""
+        deadline = time.monotonic() + timeout_s
+        while (left := self._files()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return left
+
+    def _files(self) -> list[str]:
+        found = []
+        for path in Path("/dev/shm").rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino in self.mapped or named_for(
+                    path, self.seen.keys() | {self.process.pid}
+                ):
+                    found.append(str(path))
+        return found
 
     def kill(self) -> None:
         for process in self.descendants():

@@ -154,8 +154,8 @@ def stop_in_its_moment(fault, run, directory):
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("placement", ["decoupled", "colocate"])
-def test_a_run_survives_what_it_should(placement, start_run, shared_memory, tmp_path, capsys):
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
+def test_a_run_survives_what_it_should(placement, start_run, tmp_path, capsys):
+    directory = tmp_path / "runs" / "run"
     run = start_run(
         {
             "max_steps": 100_000,
@@ -195,7 +195,7 @@ def test_a_run_survives_what_it_should(placement, start_run, shared_memory, tmp_
             print(f"{fault.name:<52} {rows[-1][1]:6.1f} s to {STEPS_AFTER} steps", flush=True)
     run.stop(signal.SIGINT)
     assert run.wait(60) == 130, run.output
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []
     finished = asyncrl.open_run(directory)
     checks = audit(finished)
     with capsys.disabled():
@@ -320,11 +320,11 @@ def test_a_full_object_store_and_a_lost_node(two_nodes, start_run, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.timeout(1800)
-def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine_starts):
+def test_eight_generators_on_one_node(start_run, tmp_path, engine_starts):
     """Eight real engines start at once without a port clash. An engine gets its ports from the
     kernel when it binds them (gloo). Its processes meet over a file, and use pipes to the
     replica."""
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    directory = tmp_path / "runs" / "run"
     engine_starts += ["one of eight"] * 8
     run = start_run({"generator.num_replicas": 8, "generator.num_cpus": 0.1, "max_steps": 40})
     run.until(lambda: newest(directory, "commit") >= 1, timeout_s=1200)
@@ -342,4 +342,4 @@ def test_eight_generators_on_one_node(start_run, shared_memory, tmp_path, engine
     assert run.wait(600) == 0, run.output
     assert len({record["replica"] for record in asyncrl.open_run(directory).records("push")}) == 8
     assert all(check.passed for check in audit(asyncrl.open_run(directory)))
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []

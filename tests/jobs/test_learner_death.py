@@ -12,9 +12,9 @@ from asyncrl.rundir.record import read_record
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_engines_outlive_the_death_of_a_rank_and_restart_if_they_died_too(
-    start_run, shared_memory, tmp_path, engine_starts
+    start_run, tmp_path, engine_starts
 ):
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
+    directory = tmp_path / "runs" / "run"
 
     def records(event, attempt):
         found = (
@@ -60,7 +60,7 @@ def test_engines_outlive_the_death_of_a_rank_and_restart_if_they_died_too(
     )
     run.stop(signal.SIGTERM)
     assert run.wait() == 130, run.output
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []
 
     attempts = read_record(directory)["attempts"]
     assert len(attempts) == 3 and attempts[1]["version"] >= 5

@@ -9,10 +9,8 @@ from asyncrl.rundir.record import read_record
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
-    sft, start_config, tmp_path, shared_memory
-):
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
+def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(sft, start_config, tmp_path):
+    directory = tmp_path / "runs" / "run"
 
     def steps():
         return (
@@ -26,7 +24,7 @@ def test_a_rank_that_dies_is_started_again_and_no_row_is_lost(
     run.having("ray::RankProcess")[0].kill()
     assert run.wait() == 0, run.output
     assert run.output.count("a new attempt starts automatically") == 1
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []
     found = asyncrl.open_run(directory)
     checks = audit(found)
     assert all(check.passed for check in checks), audit_text(checks)

@@ -56,8 +56,8 @@ def execute_notebook(directory, folder, monkeypatch):
 
 
 @pytest.mark.timeout(900)
-def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, monkeypatch):
-    before, directory, read = shared_memory(), tmp_path / "runs" / "run", tmp_path / "read"
+def test_a_run_end_to_end_with_its_notebook(start_run, tmp_path, monkeypatch):
+    directory, read = tmp_path / "runs" / "run", tmp_path / "read"
     unhurried = {
         "function": "rewards_for_runs:unhurried",
         "weight": 0.0,
@@ -80,7 +80,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, shared_memory, tmp_path, 
     ]
     assert versions[0] < versions[1], live
     assert run.wait() == 0, run.output
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []
     assert (
         "held-out greedy accuracy" in run.output
         and "reward mean" in run.output
@@ -210,9 +210,7 @@ KILLED = (("ray::ServeReplica", 5), ("ray::RankProcess", 25))
         pytest.param(KILLED, 60, marks=pytest.mark.faults, id="driver then replica then rank"),
     ],
 )
-def test_parts_of_a_run_are_killed_and_nothing_is_lost(
-    start_run, shared_memory, tmp_path, kills, steps
-):
+def test_parts_of_a_run_are_killed_and_nothing_is_lost(start_run, tmp_path, kills, steps):
     directory = tmp_path / "runs" / "run"
     first = start_run({"max_steps": 150})
     first.until(lambda: len(events(directory, "checkpoint")) >= 2)
@@ -225,7 +223,6 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
         if (path / "COMMITTED").exists()
     )
 
-    before = shared_memory()  # SIGKILL leaves behind files of Ray and vLLM
     second = start_run({"max_steps": committed + steps}, "--resume", "must")
     for part, after in kills:
         second.until(
@@ -242,7 +239,7 @@ def test_parts_of_a_run_are_killed_and_nothing_is_lost(
             and "its process died" in second.output
             and "a new attempt starts automatically" in second.output
         )
-    assert second.gone() == [] and shared_memory(before) <= before
+    assert second.gone() == [] and second.left_in_shared_memory() == []
 
     run = asyncrl.open_run(directory)
     checks = audit(run)
@@ -328,8 +325,8 @@ PHASES = {
         ("generating", [signal.SIGTERM, signal.SIGKILL]),
     ],
 )
-def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path, phase, numbers):
-    before, directory = shared_memory(), tmp_path / "runs" / "run"
+def test_a_signal_stops_the_run_cleanly(start_run, task, tmp_path, phase, numbers):
+    directory = tmp_path / "runs" / "run"
     never = {
         "warm_start.data": task["data"]["train"],
         "warm_start.min_accuracy": 0.99,
@@ -346,10 +343,10 @@ def test_a_signal_stops_the_run_cleanly(start_run, task, shared_memory, tmp_path
         assert (
             run.gone(180) == []
         )  # Ray's agents wait a minute for the head node before they give up
-        assert shared_memory(before) <= before
+        assert run.left_in_shared_memory() == []
         return
     assert run.wait(30) == 130, run.output
-    assert run.gone() == [] and shared_memory(before) <= before
+    assert run.gone() == [] and run.left_in_shared_memory() == []
     assert "interrupted" in run.output and "--resume" in run.output
     if len(numbers) > 1:  # the second Ctrl-C does not wait for the checkpoint
         return
