@@ -700,6 +700,8 @@ class AttachedGenerators(Section):
         return found
 
 
+ZERO_BUCKET_ELEMENTS = 50_000_000
+"""Elements of gradients or weights that ZeRO moves between the ranks at a time."""
 LOGPROB_BYTES = {"cpu": 224 << 20, "cuda": 1 << 30}
 """Device → default size of a chunk of logits, in bytes."""
 

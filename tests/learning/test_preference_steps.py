@@ -122,9 +122,14 @@ def near(
 
 
 def pairs_table(model: PreTrainedModel) -> pa.Table:
-    columns: dict[str, Any] = {}
-    for number, side in enumerate(SIDES):
-        columns[f"{side}_ids"], columns[f"{side}_mask"] = drawn(ROWS, number)
+    """Every second pair has one context, which is computed once for both sides."""
+    (chosen, chosen_mask), (rejected, rejected_mask) = drawn(ROWS, 0), drawn(ROWS, 1)
+    for row in range(0, ROWS, 2):
+        context = chosen[row][: chosen_mask[row].index(True)]
+        old = rejected_mask[row].index(True)
+        rejected[row][:old] = context
+        rejected_mask[row][:old] = [False] * len(context)
+    columns = [chosen, chosen_mask, rejected, rejected_mask]
     table = pa.table(columns, schema=PREFERENCE_SCHEMA)
     for number, side in enumerate(SIDES):
         for name, noise in ((REFERENCE_COLUMNS[number], 0.5), (BEHAVIOR_COLUMNS[number], 0.1)):

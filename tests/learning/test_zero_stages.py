@@ -163,6 +163,8 @@ def losses_of(
 ) -> list[float]:
     learner = started(rank, world_size, path, stage, **settings)
     taken = [learner.supervised_step(token_table(ROWS)) for _ in range(STEPS)]
+    assert not poisoned_step(learner)
+    taken.append(learner.supervised_step(token_table(ROWS)))
     assert all(step["applied"] for step in taken)
     return [step[name] for step in taken for name in ("loss", "grad_norm")]
 
@@ -269,10 +271,6 @@ def poisoned_step(learner: Any) -> float:
         return float(learner.supervised_step(token_table(ROWS))["applied"])
     finally:
         supervised_step.supervised_loss = loss
-        engine = learner.state.engine
-        left = [parameter.grad for parameter in engine.module.parameters()]
-        left += [*zero.gradient_shards(engine)]
-        assert all(bool(torch.isfinite(part).all()) for part in left if part is not None)
 
 
 def with_nan(loss: Any, poison: bool, *arguments: Any) -> Any:

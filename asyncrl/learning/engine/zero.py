@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
 from asyncrl.config import LearnerConfig, LoraConfig
+from asyncrl.config.schema import ZERO_BUCKET_ELEMENTS
 from asyncrl.learning.engine import whole
 from asyncrl.learning.engine.optimizer import make_optimizer
 from asyncrl.models.adapters import add_adapter, load_adapter, share_weights_with_dora
@@ -116,7 +117,7 @@ def settings(config: LearnerConfig) -> dict[str, object]:
         "steps_per_print": None,
         "zero_optimization": {
             "stage": config.zero_stage,
-            "reduce_bucket_size": 50_000_000,
+            "reduce_bucket_size": ZERO_BUCKET_ELEMENTS,
             **(_sharded_weights(config) if config.zero_stage == 3 else _whole_weights(config)),
         },
     }
@@ -141,7 +142,7 @@ def _sharded_weights(config: LearnerConfig) -> dict[str, object]:
     return {
         "overlap_comm": config.device == "cuda",
         "contiguous_gradients": True,
-        "stage3_prefetch_bucket_size": 50_000_000 if config.device == "cuda" else 0,
+        "stage3_prefetch_bucket_size": ZERO_BUCKET_ELEMENTS if config.device == "cuda" else 0,
         "stage3_param_persistence_threshold": 4_096 if released else EVERYTHING,
         "zero_hpz_partition_size": config.zero_hpz_partition_size,
         **offload,

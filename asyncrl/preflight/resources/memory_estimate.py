@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.config import LearnerConfig, RunSettings
+from asyncrl.config.schema import ZERO_BUCKET_ELEMENTS
 from asyncrl.generation.served import text_config
 from asyncrl.models.supported import squares_scores
 from asyncrl.preflight.resources.adapter import run_outline, trained_elements
@@ -22,8 +23,6 @@ HEAD_GRADIENTS = 2
 """Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
 a chunk's, and their float32 sum."""
 STAGES = (1, 2, 3)
-REDUCE_ELEMENTS = 50_000_000
-"""Elements of the bucket in which ZeRO-2 reduces gradients (`learning.engine.zero.settings`)."""
 KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
 backward pass, and temporary ones."""
@@ -144,7 +143,7 @@ def _states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
         # DeepSpeed allocates whole buckets, and on a GPU fills one while another is reduced. Host
         # memory is used as far as it is filled.
         on_gpu = learner.device == "cuda"
-        buckets = 2 * REDUCE_ELEMENTS if on_gpu else min(REDUCE_ELEMENTS, trained)
+        buckets = 2 * ZERO_BUCKET_ELEMENTS if on_gpu else min(ZERO_BUCKET_ELEMENTS, trained)
         gradients = (2 if learner.bf16 else 4) * buckets + 4 * shards * trained // ranks
     return weights + masters_and_moments + gradients, 0
 
