@@ -18,6 +18,7 @@ from asyncrl.contracts.rows import (
     REFERENCE_VERSION,
     REFERENCE_VERSION_COLUMN,
     SCORED_COLUMNS,
+    TIME_COLUMNS,
     TOKEN_REWARDS,
     TOKEN_REWARDS_COLUMN,
     Baseline,
@@ -37,11 +38,12 @@ def groups_to_table(groups: Sequence[Group]) -> pa.Table:
     if not groups:
         raise ValueError("a table needs at least one group")
     scored = groups[0].scored_at is not None
-    columns: dict[str, list[object]] = {name: [] for name in COLUMNS}
+    types = COLUMNS | TIME_COLUMNS
+    columns: dict[str, list[object]] = {name: [] for name in types}
     for group in groups:
         for name, value in _row(group).items():
             columns[name].append(value)
-    arrays = {name: pa.array(values, COLUMNS[name]) for name, values in columns.items()}
+    arrays = {name: pa.array(values, types[name]) for name, values in columns.items()}
     if scored:
         arrays |= _scored_arrays(groups)
     arrays |= _baseline_arrays([group.baseline for group in groups if group.baseline], scored)
@@ -96,6 +98,9 @@ def _row(group: Group) -> GroupRow:
         "replica": group.replica,
         "started_at": group.started_at,
         "finished_at": group.finished_at,
+        "admitted_at": group.admitted_at,
+        "generated_from": [began for began, _ in group.generated] or None,
+        "generated_to": [ended for _, ended in group.generated] or None,
     }
 
 
@@ -176,6 +181,10 @@ def _group(row: GroupRow, columns: Mapping[str, object], schema: pa.Schema) -> G
         failure=row.get("failure"),
         reference_version=row.get(REFERENCE_VERSION_COLUMN),
         baseline=_baseline(row),
+        admitted_at=row.get("admitted_at"),
+        generated=tuple(
+            zip(row.get("generated_from") or (), row.get("generated_to") or (), strict=True)
+        ),
     )
 
 

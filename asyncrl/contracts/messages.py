@@ -299,7 +299,8 @@ class PushReport:
 
     version: int
     replicas: Mapping[str, Mapping[str, float]]
-    """Replica → fetch_s, pause_s, apply_s, tokens_during_fetch, in_flight, longest_gap_s."""
+    """Replica → fetch_s, pause_s, paused_at, apply_s, applied_at, tokens_during_fetch, in_flight,
+    longest_gap_s."""
     unroutable: tuple[str, ...] = ()
     """Replicas that did not apply it in time. They get no traffic until they catch up."""
 
@@ -384,6 +385,9 @@ class Generated:
     blocks, and not the prompt's last token."""
     cache_block: int = 0
     """Tokens of a block of that cache; 0 without a prefix cache."""
+    times: tuple[tuple[float, float], ...] = ()
+    """For each completion, when the engine first computed it and when its last token came, by the
+    process's `steady_time`. Empty if the engine told no times."""
 
 
 @dataclass(frozen=True, slots=True)

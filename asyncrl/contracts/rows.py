@@ -36,6 +36,16 @@ COLUMNS: dict[str, pa.DataType] = {
 """Columns of a group from a rollout worker. Lists have one item per trajectory. `started_at` and
 `finished_at` are Unix seconds by the replica's `steady_time`: request accepted, and completed."""
 
+TIME_COLUMNS: dict[str, pa.DataType] = {
+    "admitted_at": pa.float64(),
+    "generated_from": pa.list_(pa.float64()),
+    "generated_to": pa.list_(pa.float64()),
+}
+"""Further times of a group, in Unix seconds. `admitted_at`, by the rollout worker's `steady_time`:
+it began to make the group. The others have one item per trajectory, by the replica's: the engine
+first computed it, and its last token came. Null in runs before they were recorded; `generated_*`
+also in groups of sessions, whose turns have times of their own."""
+
 ANSWER_COLUMNS: dict[str, pa.DataType] = {
     "set": pa.string(),
     "attempt": pa.int32(),
@@ -202,6 +212,7 @@ to files."""
 ADDED_COLUMNS = {
     SUMMARY_COLUMN,
     *COLUMNS,
+    *TIME_COLUMNS,
     *SCORED_COLUMNS,
     *TEACHER_COLUMNS,
     *TEACHER_TOKENS,
@@ -249,6 +260,10 @@ class GroupRow(TypedDict):
     replica: str
     started_at: float
     finished_at: float
+    admitted_at: NotRequired[float | None]
+    generated_from: NotRequired[Sequence[float] | None]
+    """[G], as is `generated_to`; both null if the engine told no times."""
+    generated_to: NotRequired[Sequence[float] | None]
     reward: NotRequired[Sequence[float | None]]
     """[G]. Scoring adds this and the following columns."""
     reward_parts: NotRequired[Sequence[Mapping[str, float | None]] | None]
@@ -411,6 +426,10 @@ class Group:
     reference policy, or it failed."""
     baseline: Baseline | None = None
     """None in a run without baselines."""
+    admitted_at: float | None = None
+    """See `TIME_COLUMNS`."""
+    generated: tuple[tuple[float, float], ...] = ()
+    """`generated_from` and `generated_to` of each trajectory; empty if the engine told none."""
 
     @property
     def ordinal(self) -> int:

@@ -54,6 +54,7 @@ from asyncrl.control.bookkeeping import Bookkeeping, Recorder, RunProgress
 from asyncrl.control.buffer import Buffer, Frontier
 from asyncrl.control.concurrency import Concurrency
 from asyncrl.control.staleness import Staleness
+from asyncrl.runtime.clock import steady_time
 from asyncrl.runtime.failures import unforeseen
 
 Shift: TypeAlias = Literal[
@@ -406,12 +407,16 @@ class Coordinator:
             occupied += self._shift_times.get("time/rest_s", 0.0)
             waited, began = clock() - started - occupied, clock()
             self.progress.learner_waited_s += waited
+            started_at = steady_time()
             result = await self.parts.learner.step(batch)
             trained_at = self.progress.version
             async with self._changing():
-                metrics = self._settle(
-                    batch, result, {"time/learner_waited_s": waited, "time/step_s": clock() - began}
-                )
+                times = {
+                    "time/learner_waited_s": waited,
+                    "time/step_s": clock() - began,
+                    "time/started_at": started_at,
+                }
+                metrics = self._settle(batch, result, times)
             try:
                 # A reader who finds a step must find its outcomes, even after a kill.
                 await self.parts.recorder.flushed()

@@ -163,7 +163,7 @@ class Generator:
         elif not self._has(request.min_weights):
             await self._catch_up_for(request.min_weights)
         started_at = steady_time()
-        completions, cached = await self._under_way(
+        completions, cached, times = await self._under_way(
             self.engine.requests.answer(request), request.min_weights
         )
         load = self.engine.stats.load(self.replica)
@@ -176,6 +176,7 @@ class Generator:
             baseline=completions[request.n] if request.baseline else None,
             cached_tokens=cached[: request.n],
             cache_block=self.engine.cache_block,
+            times=times[: request.n],
         )
 
     async def generate_many(

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -96,8 +97,9 @@ class RolloutWorker:
         """
         await self.committed(committed)
         self._under_way += 1
+        admitted_at = steady_time()
         try:
-            group, table, load = await self._make(prompt)
+            group, table, load = await self._make(prompt, admitted_at)
             await self._outbox.put(prompt.ordinal, table)
         except RolloutFailedError:
             raise
@@ -154,14 +156,16 @@ class RolloutWorker:
         if self._sessions is not None:
             await self._sessions.close()
 
-    async def _make(self, prompt: Prompt) -> tuple[Group, pa.Table, EngineLoad | None]:
+    async def _make(
+        self, prompt: Prompt, admitted_at: float
+    ) -> tuple[Group, pa.Table, EngineLoad | None]:
         """A group, its one-row table, and the load of an engine that generated it."""
         ends = time.monotonic() + self._spec.deadline_s
         if self._spec.sessions is None:
             generated = await self._generate_until(
                 ends, prompt.ordinal, lambda left_s: self._request(prompt, left_s)
             )
-            group = self._group(prompt, generated)
+            group = replace(self._group(prompt, generated), admitted_at=admitted_at)
             return group, groups_to_table([group]), generated.load
         played = await self._playing(self._spec.sessions).play_all(
             prompt,
@@ -175,7 +179,7 @@ class RolloutWorker:
         )
         from asyncrl.rollout.session_groups import session_table
 
-        group = self._group_of_sessions(prompt, played)
+        group = replace(self._group_of_sessions(prompt, played), admitted_at=admitted_at)
         return group, session_table(group, played), played[-1].load
 
     def _playing(self, spec: SessionsSpec) -> Sessions:
@@ -309,6 +313,7 @@ class RolloutWorker:
             generated.started_at,
             generated.finished_at,
             baseline=None if generated.baseline is None else Baseline(generated.baseline),
+            generated=generated.times,
         )
 
 

@@ -20,6 +20,7 @@ from asyncrl.contracts.rows import (
     REFERENCE_VERSION_COLUMN,
     SCORED_COLUMNS,
     STATUSES,
+    TIME_COLUMNS,
     TRUNCATED,
     TURN_ADVANTAGE_COLUMN,
     GroupRow,
@@ -343,12 +344,27 @@ def _impossible_spans(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
 
 
 def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
+    """A replica accepts the request, computes each trajectory, and has completed the request. A
+    group without times of its trajectories has the others only."""
+    of_each = _trajectories(table)
     started, finished = (
-        _column(table, name).to_numpy(zero_copy_only=False)
+        np.repeat(_column(table, name).to_numpy(zero_copy_only=False), of_each)
         for name in ("started_at", "finished_at")
     )
     back = ~((started <= finished) & np.isfinite(started) & np.isfinite(finished))
-    return np.repeat(back, _trajectories(table))
+    if not set(TIME_COLUMNS) <= set(table.column_names):
+        return back
+    columns = [_column(table, name) for name in ("generated_from", "generated_to")]
+    counts = [_numbers(pc.fill_null(column.value_lengths(), 0)) for column in columns]
+    told = (counts[0] == of_each) & (counts[1] == of_each)
+    back |= np.repeat(~told & ((counts[0] > 0) | (counts[1] > 0)), of_each)
+    began, ended = (
+        _numbers(column.flatten())[np.repeat(told, count)]
+        for column, count in zip(columns, counts, strict=True)
+    )
+    mine = np.repeat(told, of_each)
+    back[mine] |= ~((started[mine] <= began) & (began <= ended) & (ended <= finished[mine]))
+    return np.asarray(back)
 
 
 def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np.ndarray:

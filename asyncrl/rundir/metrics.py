@@ -99,7 +99,8 @@ class MetricsWriter:
         scalars = {
             _plotted(event, name): float(value)
             for name, value in _items(record)
-            if _is_number(value) and name not in left_out
+            # A time of day is no curve.
+            if _is_number(value) and name not in left_out and not name.endswith("_at")
         }
         if scalars and event not in ONCE:
             if event == "step" and values.get("applied", True):

@@ -26,6 +26,7 @@ from asyncrl.contracts.rows import (
     SESSION_COLUMNS,
     SPAN,
     TEACHER_TOKENS,
+    TIME_COLUMNS,
     TOKEN_REWARDS_COLUMN,
     TURN_ADVANTAGE_COLUMN,
     TURN_COLUMNS,
@@ -38,6 +39,8 @@ from asyncrl.runtime.files import parquet
 if TYPE_CHECKING:
     from asyncrl.rundir.charts import RunCharts
 
+GENERATED = ("generated_from", "generated_to")
+"""Times of a group's trajectories (`TIME_COLUMNS`)."""
 PER_TRAJECTORY = (
     "completion_text",
     "completion_ids",
@@ -53,6 +56,7 @@ PER_TRAJECTORY = (
     TOKEN_REWARDS_COLUMN,
     *TEACHER_TOKENS,
     *SESSION_COLUMNS,
+    *GENERATED,
 )
 """List columns of a group with one item per trajectory."""
 
@@ -191,7 +195,7 @@ class Run:
             damaged: gets a line for each file that cannot be read, whose rows are then missing.
                 Without it, such a file raises pyarrow.ArrowInvalid.
         """
-        schema = pa.schema([*COLUMNS.items(), *SCORED_COLUMNS.items()])
+        schema = pa.schema([*COLUMNS.items(), *TIME_COLUMNS.items(), *SCORED_COLUMNS.items()])
         return _distinct(_read_parquet(self.directory / "groups", schema, damaged))
 
     def outcomes(self, damaged: list[str] | None = None) -> pa.Table:
@@ -293,9 +297,9 @@ def _explode(groups: pa.Table) -> pa.Table:
     OF_TURNS, as one list per trajectory."""
     groups = groups.combine_chunks()
     parents = pc.list_parent_indices(groups["completion_ids"])
-    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, *TEACHER_TOKENS):
+    for name in (REFERENCE_COLUMN, TOKEN_REWARDS_COLUMN, *TEACHER_TOKENS, *GENERATED):
         if name in groups.column_names and groups[name].null_count:
-            # Some attempt had no reference policy, no per-token rewards, or no top_k.
+            # Some attempt had no reference policy, no per-token rewards, no top_k, or no times.
             groups = groups.drop_columns([name])
     lists = [name for name in PER_TRAJECTORY if name in groups.column_names]
     table = groups.drop_columns(lists).take(parents)

@@ -48,11 +48,13 @@ class FakeGenerate:
             )
         started_at = time.time()
         await asyncio.sleep(self.latency)
+        finished_at = time.time()
         generated = Generated(
             tuple(self._completion(request, index) for index in range(request.n)),
             "fake",
             started_at,
-            time.time(),
+            finished_at,
+            times=((started_at, finished_at),) * request.n,
             baseline=(
                 self._completion(replace(request, seed=None), 0) if request.baseline else None
             ),

@@ -31,7 +31,17 @@ def group(ordinal, **columns):
         ),
     )
     prompt = Prompt(ordinal, 0, f"{ordinal} + 1 =", (5, 6, 7), columns)
-    return Group(0, prompt, trajectories, "replica-1", 10.0, 11.0, scored_at=12.0)
+    return Group(
+        0,
+        prompt,
+        trajectories,
+        "replica-1",
+        10.0,
+        11.0,
+        scored_at=12.0,
+        admitted_at=9.5,
+        generated=((10.0, 10.5), (10.0, 11.0)),
+    )
 
 
 GROUPS = [

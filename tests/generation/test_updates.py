@@ -201,16 +201,11 @@ def test_update_in_flight(
         async def keep_generating(prompt: Any, index: int) -> list[Any]:
             """Generate until the update is over. First answers differ in length: otherwise all
             completions might be at their first token when the update comes."""
-            completions = (
-                await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))
-            ).completions
+            answers = [await generate.generate(request(prompt, n=8, max_tokens=12 * (index + 1)))]
             spread[index].set()
             while not updated.is_set():
-                completions = [
-                    *completions,
-                    *(await generate.generate(request(prompt, n=8, max_tokens=200))).completions,
-                ]
-            return list(completions)
+                answers.append(await generate.generate(request(prompt, n=8, max_tokens=200)))
+            return answers
 
         running = [
             asyncio.create_task(keep_generating(prompt, index))
@@ -228,7 +223,8 @@ def test_update_in_flight(
         (timings,) = report.replicas.values()
         print("update with 128 in flight:", dict(timings))
         at_pause = (await generators.handle.status.remote()).tokens_at_pause
-        completions = [c for many in await asyncio.gather(*running) for c in many]
+        answers = [answer for many in await asyncio.gather(*running) for answer in many]
+        completions = [c for answer in answers for c in answer.completions]
         both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
         assert timings["in_flight"] == len(at_pause)
         assert len(both) >= timings["in_flight"] / 2 > 0
@@ -237,8 +233,21 @@ def test_update_in_flight(
         )
         assert timings["tokens_during_fetch"] > 0
         assert timings["pause_s"] < 2
+        for answer in answers:
+            assert_times_fit(answer, second, timings)
 
     asyncio.run(run())
+
+
+def assert_times_fit(answer: Any, version: int, timings: Any) -> None:
+    """A completion with tokens of both versions was under way at the update, and one with tokens of
+    the old version alone had ended."""
+    for completion, (began, ended) in zip(answer.completions, answer.times, strict=True):
+        assert answer.started_at <= began < ended <= answer.finished_at
+        newest = completion.versions[-1].version
+        assert (ended > timings["applied_at"]) == (newest == version)
+        if {span.version for span in completion.versions} != {newest}:
+            assert began < timings["paused_at"]
 
 
 async def test_a_rest_keeps_completions_and_takes_a_version(

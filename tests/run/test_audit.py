@@ -112,6 +112,8 @@ class Files(FakeScores):
                 now,
                 scored_at=now,
                 baseline=Baseline(completion, 0.5, {"exact": 0.5}) if self.greedy else None,
+                admitted_at=now - 6,
+                generated=((now - 5, now - 1), (now - 4, now)),
             )
             table = groups_to_table([group])
             arrived.append(replace(scored, content=content_hashes(table)[0]))
@@ -753,6 +755,10 @@ def test_a_run_with_baselines_passes_until_they_are_falsified(tmp_path, no_threa
         ("status", lambda values: ["fine", *values[1:]], "an unknown status or finish reason"),
         ("finish_reason", lambda values: [None, *values[1:]], "an unknown status or finish reason"),
         ("finished_at", lambda value: float("inf"), "times that go back"),
+        ("generated_to", lambda values: [values[0] + 9, *values[1:]], "times that go back"),
+        ("generated_from", lambda values: [values[0] - 9, *values[1:]], "times that go back"),
+        ("generated_from", lambda values: values[1:], "times that go back"),
+        ("generated_to", lambda values: None, "times that go back"),
     ],
 )
 def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):

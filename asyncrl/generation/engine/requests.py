@@ -47,6 +47,16 @@ class Answered(NamedTuple):
     completions: tuple[Completion, ...]
     cached_tokens: tuple[int, ...]
     """For each of them, see `Generated.cached_tokens`."""
+    times: tuple[tuple[float, float], ...]
+    """For each of them, see `Generated.times`; or none."""
+
+
+class Ended(NamedTuple):
+    """One completion of a request, as vLLM returned it."""
+
+    output: CompletionOutput
+    cached_tokens: int
+    times: tuple[float, float] | None
 
 
 class EngineRequests:
@@ -115,10 +125,9 @@ class EngineRequests:
         strings = self._stops(request).strings
         version = None if adapter is None else adapter.version
         return Answered(
-            tuple(
-                to_completion(output, self._tokenizer, strings, version) for output, _ in outputs
-            ),
-            tuple(cached for _, cached in outputs),
+            tuple(to_completion(one.output, self._tokenizer, strings, version) for one in outputs),
+            tuple(one.cached_tokens for one in outputs),
+            tuple(one.times for one in outputs if one.times is not None),
         )
 
     async def stream(
@@ -179,7 +188,9 @@ class EngineRequests:
         room for it."""
         await self._state.adapters.wait_for_slot()
         with self._state.adapters.using(self._state.llm) as adapter:
-            output = await self._last_output(prompt + completion, scoring_params(), None, adapter)
+            output, _ = await self._last_output(
+                prompt + completion, scoring_params(), None, adapter
+            )
         return scores(output, len(prompt), completion)
 
     def _stops(self, request: GenerateRequest) -> Stops:
@@ -213,10 +224,8 @@ class EngineRequests:
             return f"completion {next(self._ids)}"
         return f"update {self._state.updates} session {session}"
 
-    async def _run(
-        self, request: GenerateRequest, adapter: Adapter | None
-    ) -> list[tuple[CompletionOutput, int]]:
-        """The completions with their cached tokens."""
+    async def _run(self, request: GenerateRequest, adapter: Adapter | None) -> list[Ended]:
+        """The completions."""
         prompt, stops = list(request.prompt_ids), self._stops(request)
         params = sampling_params(request, stops)
         wanted = (
@@ -234,7 +243,7 @@ class EngineRequests:
             answers = await asyncio.gather(*parts)
         except asyncio.CancelledError:
             ended = [
-                part.result()
+                part.result()[0]
                 for part in parts
                 if part.done() and not part.cancelled() and part.exception() is None
             ]
@@ -243,8 +252,8 @@ class EngineRequests:
             )
             raise
         return [
-            (output, answer.num_cached_tokens or 0)
-            for answer in answers
+            Ended(output, answer.num_cached_tokens or 0, times[output.index] if times else None)
+            for answer, times in answers
             for output in sorted(answer.outputs, key=lambda output: output.index)
         ]
 
@@ -254,16 +263,22 @@ class EngineRequests:
         params: SamplingParams,
         session: str | None,
         adapter: Adapter | None,
-    ) -> RequestOutput:
+    ) -> tuple[RequestOutput, list[tuple[float, float]]]:
+        """A request's output, and the times of its completions in their order, if vLLM told them
+        (`EngineStats.times_of`)."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._state.refuse_lost()
-        name = f"request-{next(self._ids)}"
+        name, stats = f"request-{next(self._ids)}", self._state.stats
+        stats.watch(name)
         outputs = self._start_request(prompt_ids, session, params, name, adapter)
         answer = asyncio.ensure_future(_last(outputs))
         try:
             await asyncio.wait([answer])
-            return answer.result()
+            output = answer.result()
+            await stats.told(name, len(output.outputs))
+            lengths = {one.index: len(one.token_ids) for one in output.outputs}
+            return output, stats.times_of(name, [lengths[index] for index in sorted(lengths)])
         except asyncio.CancelledError:
             self._count_aborted(name)
             answer.cancel()
@@ -271,6 +286,8 @@ class EngineRequests:
             raise
         except EngineDeadError:
             raise self._state.died() from None
+        finally:
+            stats.forget(name)
 
     def _start_request(
         self,

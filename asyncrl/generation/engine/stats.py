@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.contracts.messages import EngineLoad
+from asyncrl.runtime.clock import steady_time
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import StatLoggerBase
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+MOST_PARTS = 64
+"""Parts in which vLLM may return the completions of one message, 128 at a time."""
 QUIET_MESSAGES = 2
 """Messages after which vLLM has finished reporting preemptions of recomputed requests. vLLM
 schedules the next step while one runs."""
@@ -50,6 +54,8 @@ class EngineStats:
         has not reported yet. Reset once the queue is empty: then all of them run again."""
         self._calm_messages = 0
         """Consecutive messages with an empty queue."""
+        self._ended: dict[str, list[tuple[int, float, float]]] = {}
+        """Request → its completions that have ended: tokens, first computed, last token."""
 
     def load(self, replica: str) -> EngineLoad:
         """The engine's load, as the coordinator needs it."""
@@ -105,6 +111,7 @@ class EngineStats:
             by_update = min(iteration.num_preempted_reqs, self._recomputed)
             self._recomputed -= by_update
             self.preemptions += iteration.num_preempted_reqs - by_update
+            self._count_ended(iteration)
         if scheduler is None:
             return
         self._calm_messages = 0 if scheduler.num_waiting_reqs else self._calm_messages + 1
@@ -114,6 +121,43 @@ class EngineStats:
             self._running = scheduler.num_running_reqs
             self.kv_use = scheduler.kv_cache_usage
             self.waiting = max(0, scheduler.num_waiting_reqs - self._recomputed)
+
+    def watch(self, request: str) -> None:
+        """Note when the completions of this request end, until `forget` is called."""
+        self._ended[request] = []
+
+    def forget(self, request: str) -> None:
+        self._ended.pop(request, None)
+
+    async def told(self, request: str, completions: int) -> None:
+        """Wait until vLLM has told of so many ended completions of a watched request. It returns a
+        large message's completions in parts, and tells of them after the last one."""
+        for _ in range(MOST_PARTS):
+            if len(self._ended[request]) >= completions:
+                return
+            await asyncio.sleep(0)
+
+    def times_of(self, request: str, lengths: Sequence[int]) -> list[tuple[float, float]]:
+        """When the engine first computed each completion of a watched request, and when its last
+        token came, by `steady_time`. Nothing if the engine has not told all of them.
+
+        Args:
+            lengths: tokens of the completions. vLLM tells a completion's length, not which of the
+                request's it is, so two of one length may have each other's times.
+        """
+        ended = sorted(self._ended[request])
+        if len(ended) != len(lengths):
+            return []
+        ranked = sorted(range(len(lengths)), key=lambda index: lengths[index])
+        times = dict(zip(ranked, ((began, last) for _, began, last in ended), strict=True))
+        return [times[index] for index in range(len(lengths))]
+
+    def _count_ended(self, iteration: IterationStats) -> None:
+        """An engine holds no last token, so the message comes when the completion ends."""
+        now = steady_time()
+        for one in iteration.finished_requests:
+            if (ended := self._ended.get(one.request_id or "")) is not None:
+                ended.append((one.num_generation_tokens, now - one.inference_time, now))
 
     def _count_gap(self, tokens: int, scheduler: SchedulerStats | None) -> None:
         now = time.monotonic()

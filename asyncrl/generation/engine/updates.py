@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from asyncrl.generation.engine.rest import EngineRest
 from asyncrl.generation.engine.state import EngineState
+from asyncrl.runtime.clock import steady_time
 from asyncrl.weights.fingerprint import joined_fingerprints
 from asyncrl.weights.staging import Staged
 
@@ -28,7 +29,8 @@ class EngineUpdates:
             update: where the workers find the version.
 
         Returns:
-            pause_s and apply_s (seconds), and in_flight (completions).
+            pause_s and apply_s (seconds), paused_at and applied_at (`steady_time`), and in_flight
+            (completions).
 
         Raises:
             GpuMemoryError: the weights do not fit beside the learner's. Nothing has changed.
@@ -80,7 +82,12 @@ class EngineUpdates:
         except EngineDeadError:
             raise self._state.died() from None
         self._state.version = version
-        return {"pause_s": 0.0, "apply_s": time.monotonic() - began, "in_flight": float(older)}
+        return {
+            "pause_s": 0.0,
+            "apply_s": time.monotonic() - began,
+            "applied_at": steady_time(),
+            "in_flight": float(older),
+        }
 
     async def pause_empty(self) -> dict[str, float]:
         """Pause and resume without an update, to measure the least that an update costs."""
@@ -111,15 +118,17 @@ class EngineUpdates:
         started = time.monotonic()
         with self._state.unusable_after(failure):
             in_flight = await self._rest.pause()
-            paused = time.monotonic()
+            paused, paused_at = time.monotonic(), steady_time()
             await work()
-            applied = time.monotonic()
+            applied, applied_at = time.monotonic(), steady_time()
             if not self._rest.rests:
                 await self._state.llm.resume_generation()
         if not self._rest.rests:
             self._state.opened.set()
         return {
             "pause_s": time.monotonic() - started,
+            "paused_at": paused_at,
             "apply_s": applied - paused,
+            "applied_at": applied_at,
             "in_flight": float(in_flight),
         }
