@@ -40,7 +40,12 @@ REPORT = (
     "write a run as one HTML page: a verdict, charts, groups with their tokens, what was lost, and"
     " the settings; works while it runs"
 )
+STATUS = (
+    "show on one screen what a run does now, what it waits for and since when, and what went wrong"
+)
+LIST = "list the runs of a folder with state, step, reward and age, the newest first"
 ON_A_RUN = {
+    "status": STATUS,
     "report": REPORT,
     "samples": SAMPLES,
     "replay": REPLAY,
@@ -106,7 +111,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(
         dest="command",
         required=True,
-        metavar=f"{{{','.join([*ON_A_CONFIG, *ON_A_RUN])}}}",
+        metavar=f"{{{','.join([*ON_A_CONFIG, 'ls', *ON_A_RUN])}}}",
     )
     for name, text in ON_A_CONFIG.items():
         command = commands.add_parser(
@@ -127,6 +132,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text
         )
+    listing = commands.add_parser("ls", help=LIST, description=LIST, allow_abbrev=False)
+    listing.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help="default: ASYNCRL_RUNS, or else runs"
+    )
     for name, text in ON_A_RUN.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")

@@ -231,13 +231,20 @@ def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
 
 
 def on_a_run(known: argparse.Namespace) -> int:
-    """Run a subcommand on a run directory and return its exit code."""
+    """Run a subcommand on a run directory, or on a folder of them, and return its exit code."""
     import pyarrow as pa
 
     from asyncrl.rundir.reader import RunNotFoundError, open_run
 
     try:
+        if known.command == "ls":
+            return _list(known.folder)
         directory = open_run(known.run)
+        if known.command == "status":
+            from asyncrl.page.terminal import status_text
+
+            print_shown(status_text(directory, time.time()))
+            return 0
         if known.command == "audit":
             from asyncrl.run.audit import audit, audit_text
 
@@ -268,6 +275,14 @@ def on_a_run(known: argparse.Namespace) -> int:
         named = f"{error.filename}: " if error.filename else ""
         print_shown(f"asyncrl: {named}{error.strerror or error}{way_out}", file=sys.stderr)
         return 2
+
+
+def _list(folder: str | None) -> int:
+    from asyncrl.page.terminal import list_text
+    from asyncrl.runtime.setting_paths import root_of_runs
+
+    print_shown(list_text(root_of_runs(folder), time.time()))
+    return 0
 
 
 def _report(directory: Run, out: str | None) -> int:

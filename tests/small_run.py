@@ -63,6 +63,8 @@ def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
         10.0 + ordinal,
         11.0 + ordinal,
         scored_at=12.0 + ordinal,
+        admitted_at=9.5 + ordinal,
+        generated=((10.1 + ordinal, 10.4 + ordinal), (10.2 + ordinal, 11.0 + ordinal)),
     )
 
 
@@ -91,7 +93,12 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
                 "reward/exact": 0.5,
                 "staleness/mean": float(step - 1 - born),
                 "staleness/max": step - 1 - born,
+                "time/started_at": 14.0 + 2 * step,
+                "time/step_s": 0.5,
             }
+            applied = {"weights/paused_at": 10.5 + 2 * step, "weights/applied_at": 10.6 + 2 * step}
+            push = {"replica": "replica-1", "weights/pause_s": 0.2, **applied}
+            metrics.write("push", step, step - 1, push)
             metrics.write("step", step, step, values)
             metrics.write("commit", step, step, {"weights/replicas": 1})
         pq.write_table(

@@ -12,6 +12,8 @@ import pyarrow as pa
 
 from asyncrl.charts import asynchrony, learning
 from asyncrl.charts.drawing import Chart, theme
+from asyncrl.charts.moments import Moments
+from asyncrl.charts.timeline import ROWS, WINDOW, drawn, windows
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.contracts.rows import SCORED_COLUMNS
 from asyncrl.page.chosen import Row, choose
@@ -27,11 +29,12 @@ ASKED = (
     ("Does it learn?", "#/charts/accuracy"),
     ("Who waits for whom?", "#/charts/waits"),
     ("How stale is what it trains?", "#/charts/staleness"),
+    ("What happened when?", "#/timeline"),
     ("What does the model write?", "#/groups"),
     ("Which groups were lost, and why?", "#/lost"),
     ("With which settings, and how do I go on?", "#/settings"),
 )
-WITHOUT_GENERATORS = ("#/groups", "#/lost", "#/charts/waits", "#/charts/staleness")
+WITHOUT_GENERATORS = ("#/timeline", "#/groups", "#/lost", "#/charts/waits", "#/charts/staleness")
 
 
 def contents(run: Run) -> dict[str, Any]:
@@ -41,6 +44,11 @@ def contents(run: Run) -> dict[str, Any]:
     groups, outcomes = run.groups(damaged), run.outcomes(damaged)
     counted = Counter(outcomes["outcome"].to_pylist())
     generates = not isinstance(run.settings, OfflineConfig)
+    notable = [
+        {"step": record["step"], "why": why}
+        for record in records
+        if record["event"] == "step" and (why := _notable(record))
+    ]
     rows, details, note = _groups(run, groups, outcomes, metrics)
     return {
         "title": run.settings.name,
@@ -58,15 +66,12 @@ def contents(run: Run) -> dict[str, Any]:
             for name, chart in _charts(metrics, outcomes, generates).items()
         ],
         "themes": {"light": theme(), "dark": theme(dark=True)},
+        "timelines": _timelines(groups, outcomes, metrics, notable) if generates else [],
         "groups": rows,
         "details": details,
         "chosen": note,
         "lost": _lost(outcomes, set(zip(rows["attempt"], rows["ordinal"], strict=True))),
-        "notable": [
-            {"step": record["step"], "why": why}
-            for record in records
-            if record["event"] == "step" and (why := _notable(record))
-        ],
+        "notable": notable,
         "settings": (run.directory / "config.yaml").read_text(errors="replace"),
         "attempts": _attempts(run.directory),
     }
@@ -91,6 +96,19 @@ def _charts(metrics: pa.Table, outcomes: pa.Table, generates: bool) -> dict[str,
             "losses": learning.losses(metrics),
             "preferences": learning.preferences(metrics),
         }
+    return found
+
+
+def _timelines(
+    groups: pa.Table, outcomes: pa.Table, metrics: pa.Table, notable: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Windows over the run and at its notable steps, each with its chart."""
+    moments = Moments(groups, outcomes, metrics)
+    found = []
+    for last in windows(moments, [one["step"] for one in notable]):
+        window = moments.window(last - WINDOW + 1, last, ROWS)
+        first = max(1, window.first_step)
+        found.append({"first": first, "last": last, "spec": drawn(window).to_dict()})
     return found
 
 

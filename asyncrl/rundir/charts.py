@@ -8,6 +8,7 @@ import altair as alt
 import pyarrow as pa
 
 from asyncrl.charts import Chart, asynchrony, learning, themed
+from asyncrl.charts.timeline import ROWS, WINDOW, timeline
 
 
 class Recorded(Protocol):
@@ -15,6 +16,8 @@ class Recorded(Protocol):
 
     @property
     def metrics(self) -> pa.Table: ...
+
+    def groups(self) -> pa.Table: ...
 
     def outcomes(self) -> pa.Table: ...
 
@@ -86,6 +89,18 @@ class RunCharts:
     def throughput(self) -> Chart:
         """Tokens per second that are generated and trained, by step."""
         return self._themed(asynchrony.throughput(self._run.metrics))
+
+    def timeline(self, step: int | None = None, steps: int = WINDOW, rows: int = ROWS) -> Chart:
+        """When trajectories waited, were generated, scored and trained, beside what the run did.
+
+        Args:
+            step: the last step of the window; default: the last one of the run.
+            steps: how many steps the window has.
+            rows: trajectories at most.
+        """
+        run = self._run
+        tables = (run.groups(), run.outcomes(), run.metrics)
+        return self._themed(timeline(*tables, step=step, steps=steps, rows=rows))
 
     def _themed(self, chart: Chart) -> Chart:
         return themed(chart, self._dark)

@@ -124,7 +124,8 @@ export function group(values, index, place, go) {
   const why = groups.reason[index] ? el("p", { class: "note" }, shown(groups.reason[index])) : null;
   const back = el("p", {}, el("a", { href: "#/groups" }, "← all groups"), " ",
     groups.step[index] === null ? null
-      : el("a", { href: `#/step/${groups.step[index]}` }, `groups of step ${groups.step[index]}`));
+      : [el("a", { href: `#/step/${groups.step[index]}` }, `groups of step ${groups.step[index]}`), " ",
+        el("a", { href: `#/timeline/${groups.step[index]}` }, "that step in the timeline")]);
   const detail = values.details[groups.detail[index]];
   if (!detail) {
     return { node: el("section", {}, back, title, facts, why, el("p", { class: "note" },

@@ -3,9 +3,9 @@
 import { el } from "./dom.js";
 import { group, groupList } from "./groups.js";
 import { load } from "./values.js";
-import { lost, overview, settings } from "./views.js";
+import { lost, overview, settings, timeline } from "./views.js";
 
-const TABS = { "#/": "Overview", "#/groups": "Groups", "#/lost": "Lost and found", "#/settings": "Settings" };
+const TABS = { "#/": "Overview", "#/timeline": "Timeline", "#/groups": "Groups", "#/lost": "Lost and found", "#/settings": "Settings" };
 const state = { text: "", step: "", outcome: "all", sort: "step", current: 0, top: 0 };
 const darkness = window.matchMedia("(prefers-color-scheme: dark)");
 
@@ -15,6 +15,7 @@ export function parsed(hash) {
   const found = { view: words[0] ?? "", chart: null, step: null, group: null, attempt: null, trajectory: null, token: null };
   const whole = (word) => (/^\d+$/.test(word ?? "") ? Number(word) : null);
   if (words[0] === "charts") found.chart = words[1] ?? null;
+  if (words[0] === "timeline") found.step = whole(words[1]);
   const step = words.indexOf("step");
   if (step === 0) found.step = whole(words[1]);
   const at = words.indexOf("group");
@@ -49,6 +50,9 @@ function view(values) {
     if (state.step !== "") Object.assign(state, { step: "", current: 0, top: 0 });
     return groupList(values, state, (hash) => { location.hash = hash; });
   }
+  if (place.view === "timeline") {
+    return { node: timeline(values, place.step, darkness.matches, (hash) => { location.hash = hash; }) };
+  }
   if (place.view === "lost") return { node: lost(values) };
   if (place.view === "settings") return { node: settings(values) };
   if (place.view === "" || place.view === "charts") {
@@ -67,7 +71,7 @@ function nothing(text) {
 function show(values) {
   const { node, after } = view(values);
   const here = location.hash || "#/";
-  const hidden = values.groups.ordinal.length === 0 ? ["#/groups", "#/lost"] : [];
+  const hidden = values.groups.ordinal.length === 0 ? ["#/timeline", "#/groups", "#/lost"] : [];
   const header = el("header", { class: "top" },
     el("h1", {}, values.title),
     el("span", { class: `state ${values.state}` }, `${values.state}, step ${values.step} of ${values.max_steps}`),

@@ -28,6 +28,34 @@ function notable(values) {
       [el("a", { href: `#/step/${one.step}` }, number(one.step)), one.why])));
 }
 
+/** What happened when, in one window of the run. */
+export function timeline(values, step, dark, go) {
+  const { timelines } = values;
+  if (timelines.length === 0) return el("section", {}, el("h2", {}, "Timeline"), el("p", { class: "note" },
+    "The times of this run's steps are not recorded, or no step has ended yet."));
+  const asked = step ?? timelines[timelines.length - 1].last;
+  const far = (one) => Math.max(one.first - asked, asked - one.last, 0);
+  const at = timelines.reduce((best, one, index) => (far(one) < far(timelines[best]) ? index : best), 0);
+  const one = timelines[at];
+  const choose = el("select", { onchange: (event) => go(`#/timeline/${event.target.value}`) },
+    timelines.map((each, index) => el("option", { value: each.last, selected: index === at ? "" : null },
+      `${number(each.first)} to ${number(each.last)}`)));
+  return el("section", {}, el("h2", {}, "Timeline"),
+    el("p", { class: "tools" },
+      turn("earlier", timelines[at - 1], go), el("label", {}, "steps ", choose), turn("later", timelines[at + 1], go)),
+    far(one) === 0 ? null : el("p", { class: "note" },
+      `This page has no window of step ${number(asked)}, and shows the nearest. `
+      + `open_run(…).charts.timeline(step=${asked}) draws it.`),
+    el("p", { class: "quiet" }, "Each row is a trajectory: a line waits, a bar works. Its color changes where its "
+      + "replica had the next version. The blue mark at the end is the step that trained it; a cross was lost. "
+      + "A pointer on a part tells its numbers."),
+    chart({ id: "timeline", spec: one.spec }, values.themes, dark));
+}
+
+function turn(text, to, go) {
+  return el("button", { disabled: to ? null : "", onclick: () => go(`#/timeline/${to.last}`) }, text);
+}
+
 /** Every outcome with its reason. */
 export function lost(values) {
   const total = values.lost.reduce((sum, one) => sum + one.groups, 0);

@@ -1,0 +1,341 @@
+"""What happened when in a part of a run: the bars of a timeline, as plain values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from asyncrl.contracts.rows import TIME_COLUMNS
+
+WAITS, GENERATES, TOOLS, SIBLINGS, SCORING, BUFFER = (
+    "waits for the engine",
+    "generates",
+    "environment and tools",
+    "waits for its siblings",
+    "scoring",
+    "waits in the buffer",
+)
+STEPS, PUBLICATIONS, PAUSES, EVALUATIONS, EVENTS = (
+    "steps",
+    "publications",
+    "pauses",
+    "evaluations",
+    "events",
+)
+LANES = (STEPS, PUBLICATIONS, PAUSES, EVALUATIONS, EVENTS)
+"""Lanes of a run, from the top."""
+MARKED = ("stall", "error", "push_failed", "evaluation_lost", "checkpoint")
+"""Events with a mark of their own."""
+READ = (
+    "attempt",
+    "ordinal",
+    "replica",
+    "versions",
+    "started_at",
+    "finished_at",
+    "scored_at",
+    *TIME_COLUMNS,
+)
+TURNS = (
+    "turn_trajectory",
+    "turn_tokens",
+    "turn_replica",
+    "turn_started_at",
+    "turn_finished_at",
+)
+
+Key = tuple[int, int]
+"""(attempt, ordinal) of a group."""
+
+
+class Bar(NamedTuple):
+    """A stretch of time, in Unix seconds."""
+
+    row: int | str
+    """A trajectory's row, from 0 at the top, or a lane."""
+    kind: str
+    start: float
+    end: float
+    version: int | None
+    """Of the tokens of GENERATES, of a step's result, or of a publication."""
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a run."""
+
+    lanes: list[Bar]
+    bars: list[Bar]
+    names: list[str]
+    """Of each row."""
+    first_step: int
+    last_step: int
+    groups: int
+    """Groups of these steps, and those that were lost meanwhile."""
+    shown: int
+    """Groups that have rows here."""
+
+
+class Moments:
+    """The times of a run, for windows of it."""
+
+    def __init__(self, groups: pa.Table, outcomes: pa.Table, metrics: pa.Table) -> None:
+        """
+        Args:
+            groups, outcomes, metrics: of `asyncrl.open_run`.
+        """
+        self._groups = groups
+        keys = zip(groups["attempt"].to_pylist(), groups["ordinal"].to_pylist(), strict=True)
+        self._at: dict[Key, int] = {key: index for index, key in enumerate(keys)}
+        ended = outcomes.select(["attempt", "ordinal", "outcome", "reason", "step"]).to_pylist()
+        self._outcome = {(row["attempt"], row["ordinal"]): row for row in ended}
+        self._steps = {
+            row["step"]: row for row in _records(metrics, "step") if row.get("time/started_at")
+        }
+        self._metrics = metrics
+        self._flips: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
+        for row in _records(metrics, "push"):
+            if row.get("weights/applied_at"):
+                flips = self._flips[row["attempt"], row["replica"]]
+                flips.setdefault(row["version"], row["weights/applied_at"])
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps whose times are recorded, in order."""
+        return sorted(self._steps)
+
+    def window(self, first_step: int, last_step: int, most_rows: int) -> Window:
+        """The groups that these steps trained, and those that were lost meanwhile.
+
+        Args:
+            most_rows: trajectories that have rows. Of more, groups are chosen evenly by their
+                admission, lost ones first.
+        """
+        steps = [self._steps[step] for step in self.steps if first_step <= step <= last_step]
+        start = min((_started(step) for step in steps), default=0.0)
+        end = max((_ended(step) for step in steps), default=0.0)
+        trained, lost = [], []
+        for key, outcome in self._outcome.items():
+            if key not in self._at:
+                continue
+            if outcome["outcome"] == "trained":
+                if first_step <= (outcome["step"] or -1) <= last_step:
+                    trained.append(self._at[key])
+            elif self._happened(self._at[key], start, end):
+                lost.append(self._at[key])
+        rows = self._rows(sorted([*trained, *lost]))
+        shown = _chosen(rows, self._lost_keys(lost), most_rows)
+        bars, names = self._trajectories(shown)
+        begin = min((bar.start for bar in bars), default=start)
+        return Window(
+            self._lanes(min(begin, start), end),
+            bars,
+            names,
+            first_step,
+            last_step,
+            len(rows),
+            len(shown),
+        )
+
+    def _happened(self, index: int, start: float, end: float) -> bool:
+        finished = self._groups["finished_at"][index].as_py()
+        return finished is not None and start <= finished <= end
+
+    def _lost_keys(self, lost: Iterable[int]) -> set[Key]:
+        return {
+            (self._groups["attempt"][index].as_py(), self._groups["ordinal"][index].as_py())
+            for index in lost
+        }
+
+    def _rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """These groups, by their admission."""
+        names = [name for name in (*READ, *TURNS) if name in self._groups.column_names]
+        table = self._groups.select(names).take(pa.array(indices, pa.int64()))
+        return sorted(table.to_pylist(), key=lambda row: (_admitted(row), row["ordinal"]))
+
+    def _trajectories(self, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Bar], list[str]]:
+        bars: list[Bar] = []
+        names: list[str] = []
+        for group in groups:
+            key = (group["attempt"], group["ordinal"])
+            for index, spans in enumerate(group["versions"]):
+                row = len(names)
+                names.append(f"group {group['ordinal']}, trajectory {index}")
+                bars += self._generation(row, group, index, spans)
+                bars += self._after(row, group, self._outcome[key])
+        return bars, names
+
+    def _generation(
+        self, row: int, group: Mapping[str, Any], index: int, spans: Sequence[Mapping[str, int]]
+    ) -> list[Bar]:
+        """From the group's admission until all its trajectories are there."""
+        admitted, finished = _admitted(group), group["finished_at"]
+        if group.get("turn_trajectory") is not None:
+            return self._turns(row, group, index, spans, admitted)
+        times = (group.get("generated_from"), group.get("generated_to"))
+        began = times[0][index] if times[0] else group["started_at"]
+        ended = times[1][index] if times[1] else finished
+        flips = self._flips.get((group["attempt"], group["replica"]), {})
+        return [
+            Bar(row, WAITS, admitted, began, None, ""),
+            *_by_version(row, began, ended, spans, flips),
+            Bar(row, SIBLINGS, ended, finished, None, ""),
+        ]
+
+    def _turns(
+        self,
+        row: int,
+        group: Mapping[str, Any],
+        index: int,
+        spans: Sequence[Mapping[str, int]],
+        admitted: float,
+    ) -> list[Bar]:
+        bars, at, last = list[Bar](), 0, admitted
+        columns = (group[name] for name in TURNS)
+        for trajectory, tokens, replica, started, ended in zip(*columns, strict=True):
+            if trajectory != index:
+                continue
+            kind = TOOLS if bars else WAITS
+            if started > last:
+                bars.append(Bar(row, kind, last, started, None, ""))
+            flips = self._flips.get((group["attempt"], replica), {})
+            mine = _cut(spans, at, at + tokens)
+            bars += _by_version(row, max(started, last), ended, mine, flips)
+            at, last = at + tokens, max(last, ended)
+        return [*bars, Bar(row, SIBLINGS, last, group["finished_at"], None, "")]
+
+    def _after(self, row: int, group: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[Bar]:
+        """From the group's last token until a step trains it."""
+        finished, scored = group["finished_at"], group.get("scored_at")
+        if scored is None:
+            return []
+        bars = [Bar(row, SCORING, finished, scored, None, "")]
+        step = self._steps.get(outcome["step"] or -1) if outcome["outcome"] == "trained" else None
+        if step is not None:
+            note = f"trained by step {outcome['step']}"
+            bars.append(Bar(row, BUFFER, scored, _started(step), None, note))
+        elif outcome["outcome"] != "trained":
+            note = f"{outcome['outcome']}: {outcome['reason'] or 'no reason'}"
+            bars.append(Bar(row, outcome["outcome"], scored, scored, None, note))
+        return bars
+
+    def _lanes(self, start: float, end: float) -> list[Bar]:
+        """What the run did in this time."""
+        bars = [
+            Bar(STEPS, STEPS, _started(row), _ended(row), row["version"], f"step {row['step']}")
+            for row in self._steps.values()
+        ]
+        gathers = {
+            row["version"]: row["time"] - (row.get("weights/gather_s") or 0.0)
+            for row in _records(self._metrics, "gather")
+        }
+        for row in _records(self._metrics, "commit"):
+            if (began := gathers.get(row["version"])) is not None and began <= row["time"]:
+                note = f"version {row['version']}"
+                bars.append(
+                    Bar(PUBLICATIONS, PUBLICATIONS, began, row["time"], row["version"], note)
+                )
+        for row in _records(self._metrics, "push"):
+            if row.get("weights/paused_at") and row.get("weights/pause_s"):
+                note = f"replica {row['replica']} takes version {row['version']}"
+                paused, applied = row["weights/paused_at"], row["weights/applied_at"]
+                bars.append(Bar(PAUSES, PAUSES, paused, applied, row["version"], note))
+        for row in _records(self._metrics, "evaluation"):
+            began = row["time"] - (row.get("eval/seconds") or 0.0)
+            note = f"version {row['version']}"
+            bars.append(Bar(EVALUATIONS, EVALUATIONS, began, row["time"], row["version"], note))
+        bars += [
+            Bar(EVENTS, event, row["time"], row["time"], None, event)
+            for event in MARKED
+            for row in _records(self._metrics, event)
+        ]
+        inside = [bar for bar in bars if bar.end >= start and bar.start <= end]
+        return [bar._replace(start=max(bar.start, start), end=min(bar.end, end)) for bar in inside]
+
+
+def _by_version(
+    row: int,
+    began: float,
+    ended: float,
+    spans: Sequence[Mapping[str, int]],
+    flips: Mapping[int, float],
+) -> list[Bar]:
+    """The generation of some tokens, cut where their version changes: when the replica had it. If
+    that was not recorded, in proportion to the tokens, which the note says.
+
+    Args:
+        spans: the versions of the tokens, `start` and `end` counted from any token on.
+        flips: version → when the replica had it.
+    """
+    if not spans:
+        return [Bar(row, GENERATES, began, ended, None, "no token")]
+    first, tokens = spans[0]["start"], spans[-1]["end"] - spans[0]["start"]
+    bars, at = list[Bar](), began
+    for number, span in enumerate(spans):
+        until, guessed = ended, ""
+        if number + 1 < len(spans):
+            flip = flips.get(spans[number + 1]["version"])
+            if flip is not None and at <= flip <= ended:
+                until = flip
+            else:
+                until = max(at, began + (ended - began) * (span["end"] - first) / tokens)
+                guessed = "; the moment of its end was not recorded"
+        note = f"tokens {span['start']} to {span['end'] - 1}{guessed}"
+        bars.append(Bar(row, GENERATES, at, until, span["version"], note))
+        at = until
+    return bars
+
+
+def _cut(spans: Sequence[Mapping[str, int]], start: int, end: int) -> list[dict[str, int]]:
+    """The spans of the tokens from `start` to `end`."""
+    return [
+        {
+            "version": span["version"],
+            "start": max(span["start"], start),
+            "end": min(span["end"], end),
+        }
+        for span in spans
+        if span["start"] < end and span["end"] > start
+    ]
+
+
+def _chosen(rows: Sequence[dict[str, Any]], lost: set[Key], most_rows: int) -> list[dict[str, Any]]:
+    """As many groups as have room, lost ones first, the others evenly."""
+    if not rows:
+        return []
+    count = max(1, most_rows // max(1, max(len(row["versions"]) for row in rows)))
+    first = [number for number, row in enumerate(rows) if (row["attempt"], row["ordinal"]) in lost]
+    first = first[: count // 2]
+    others = [number for number in range(len(rows)) if number not in set(first)]
+    room = min(count - len(first), len(others))
+    even = [others[number * len(others) // room] for number in range(room)]
+    return [rows[number] for number in sorted([*first, *even])]
+
+
+def _records(metrics: pa.Table, event: str) -> list[dict[str, Any]]:
+    """The records of one event. Of a step or version that an attempt repeated, all."""
+    if "event" not in metrics.column_names:
+        return []
+    table = metrics.filter(pc.equal(metrics["event"], event))
+    kept = [name for name in table.column_names if table[name].null_count < len(table)]
+    rows: list[dict[str, Any]] = table.select(kept).to_pylist()
+    return rows
+
+
+def _started(step: Mapping[str, Any]) -> float:
+    return float(step["time/started_at"])
+
+
+def _ended(step: Mapping[str, Any]) -> float:
+    return _started(step) + float(step.get("time/step_s") or 0.0)
+
+
+def _admitted(group: Mapping[str, Any]) -> float:
+    admitted = group.get("admitted_at")
+    return float(group["started_at"] if admitted is None else admitted)
