@@ -20,7 +20,7 @@ from asyncrl.config import (
     load_any,
     load_offline,
 )
-from asyncrl.runtime.clock import process_began
+from asyncrl.runtime.clock import process_began, steady_time
 from asyncrl.runtime.imports import user_folder_last
 from asyncrl.runtime.output import lasting_output
 from asyncrl.runtime.redact import OutputError, print_shown
@@ -243,7 +243,7 @@ def on_a_run(known: argparse.Namespace) -> int:
         if known.command == "status":
             from asyncrl.page.terminal import status_text
 
-            print_shown(status_text(directory, time.time()))
+            print_shown(status_text(directory, steady_time()))
             return 0
         if known.command == "audit":
             from asyncrl.run.audit import audit, audit_text
@@ -281,7 +281,7 @@ def _list(folder: str | None) -> int:
     from asyncrl.page.terminal import list_text
     from asyncrl.runtime.setting_paths import root_of_runs
 
-    print_shown(list_text(root_of_runs(folder), time.time()))
+    print_shown(list_text(root_of_runs(folder), steady_time()))
     return 0
 
 

@@ -31,6 +31,8 @@ LANES = (STEPS, PUBLICATIONS, PAUSES, EVALUATIONS, EVENTS)
 """Lanes of a run, from the top."""
 MARKED = ("stall", "error", "push_failed", "evaluation_lost", "checkpoint")
 """Events with a mark of their own."""
+DRAWN = ("gather", "commit", "push", "evaluation", *MARKED)
+"""Events of the lanes, besides steps."""
 READ = (
     "attempt",
     "ordinal",
@@ -98,9 +100,9 @@ class Moments:
         self._steps = {
             row["step"]: row for row in _records(metrics, "step") if row.get("time/started_at")
         }
-        self._metrics = metrics
+        self._records = {event: _records(metrics, event) for event in DRAWN}
         self._flips: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
-        for row in _records(metrics, "push"):
+        for row in self._records["push"]:
             if row.get("weights/applied_at"):
                 flips = self._flips[row["attempt"], row["replica"]]
                 flips.setdefault(row["version"], row["weights/applied_at"])
@@ -233,27 +235,27 @@ class Moments:
         ]
         gathers = {
             row["version"]: row["time"] - (row.get("weights/gather_s") or 0.0)
-            for row in _records(self._metrics, "gather")
+            for row in self._records["gather"]
         }
-        for row in _records(self._metrics, "commit"):
+        for row in self._records["commit"]:
             if (began := gathers.get(row["version"])) is not None and began <= row["time"]:
                 note = f"version {row['version']}"
                 bars.append(
                     Bar(PUBLICATIONS, PUBLICATIONS, began, row["time"], row["version"], note)
                 )
-        for row in _records(self._metrics, "push"):
+        for row in self._records["push"]:
             if row.get("weights/paused_at") and row.get("weights/pause_s"):
                 note = f"replica {row['replica']} takes version {row['version']}"
                 paused, applied = row["weights/paused_at"], row["weights/applied_at"]
                 bars.append(Bar(PAUSES, PAUSES, paused, applied, row["version"], note))
-        for row in _records(self._metrics, "evaluation"):
+        for row in self._records["evaluation"]:
             began = row["time"] - (row.get("eval/seconds") or 0.0)
             note = f"version {row['version']}"
             bars.append(Bar(EVALUATIONS, EVALUATIONS, began, row["time"], row["version"], note))
         bars += [
             Bar(EVENTS, event, row["time"], row["time"], None, event)
             for event in MARKED
-            for row in _records(self._metrics, event)
+            for row in self._records[event]
         ]
         inside = [bar for bar in bars if bar.end >= start and bar.start <= end]
         return [bar._replace(start=max(bar.start, start), end=min(bar.end, end)) for bar in inside]

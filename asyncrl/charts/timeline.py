@@ -3,7 +3,7 @@ did meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import altair as alt
 import pyarrow as pa
@@ -29,7 +29,7 @@ ROWS = 48
 """Trajectories of a timeline."""
 WINDOW = 3
 """Steps of a timeline."""
-MOST_WINDOWS, MOST_NOTABLE = 12, 6
+MOST_WINDOWS, MOST_NOTABLE = 40, 10
 """Windows of a page: of its whole run, and of notable steps."""
 ROW_PX, LANE_PX = 8, 18
 MOST_LABELS = 12
@@ -105,21 +105,21 @@ def drawn(window: Window) -> Chart:
     return together
 
 
-def _lanes(window: Window, lanes: Sequence[str]) -> alt.LayerChart:
+def _lanes(window: Window, lanes: Sequence[str]) -> Chart:
     rows = [_row(bar) | {"label": bar.note.removeprefix("step ")} for bar in window.lanes]
     base = alt.Chart(alt.InlineData(values=rows)).encode(
         x=_x(labeled=False),
         y=alt.Y("row:N", sort=list(lanes), scale=alt.Scale(domain=list(lanes)), axis=_names_axis()),
         tooltip=_tooltip("what"),
     )
-    layers = [
+    layers: list[alt.Chart] = [
         base.mark_bar(height=LANE_PX - 6, color=BLUE, stroke="white", strokeWidth=0.4)
         .encode(x2="end:T")
-        .transform_filter("datum.end > datum.start"),
-        base.mark_point(color=RED, filled=True, size=40).transform_filter(
-            "datum.end == datum.start"
-        ),
+        .transform_filter("datum.end > datum.start")
     ]
+    if any(bar.end == bar.start for bar in window.lanes):
+        marks = base.mark_point(color=RED, filled=True, size=40)
+        layers.append(marks.transform_filter("datum.end == datum.start"))
     if sum(bar.row == STEPS for bar in window.lanes) <= MOST_LABELS:
         steps = base.transform_filter(f"datum.row == '{STEPS}'")
         layers.append(
@@ -128,48 +128,39 @@ def _lanes(window: Window, lanes: Sequence[str]) -> alt.LayerChart:
     return alt.layer(*layers)
 
 
-def _trajectories(window: Window) -> alt.LayerChart:
-    rows = [
-        _row(bar) | {"name": window.names[int(bar.row)]}
-        for bar in window.bars
-        if bar.end > bar.start or bar.kind not in (*THIN, *THICK, GENERATES)
-    ]
-    base = alt.Chart(alt.InlineData(values=rows))
+def _trajectories(window: Window) -> Chart:
     y = alt.Y(
         "row:Q",
         axis=None,
         scale=alt.Scale(domain=[len(window.names) - 0.5, -0.5], nice=False, zero=False),
     )
-    waiting = base.transform_filter(alt.FieldOneOfPredicate("kind", list(THIN)))
-    working = base.transform_filter(alt.FieldOneOfPredicate("kind", list(THICK)))
-    generating = base.transform_filter(f"datum.kind == '{GENERATES}'")
-    versions = sorted({bar.version for bar in window.bars if bar.version is not None})
+    known = {*THIN, *THICK, GENERATES}
+    lasting = [bar for bar in window.bars if bar.end > bar.start]
+    versions = sorted({bar.version for bar in lasting if bar.version is not None})
     thick = ROW_PX - 2
-    trained = base.transform_filter(f"datum.kind == '{BUFFER}'")
-    lost = base.transform_filter("datum.end == datum.start")
-    tooltip = _tooltip("name")
-    layers = [
-        waiting.mark_rule(strokeWidth=1, color=GRAY).encode(
-            x=_x(), x2="end:T", y=y, tooltip=tooltip
-        ),
-        generating.mark_bar(height=thick).encode(
-            x=_x(), x2="end:T", y=y, color=_version_color(versions), tooltip=tooltip
-        ),
-        working.mark_bar(height=thick - 1).encode(
-            x=_x(), x2="end:T", y=y, color=_kind_color(window), tooltip=tooltip
-        ),
-        trained.mark_point(shape="circle", color=BLUE, filled=True, size=16, opacity=1).encode(
-            x=_x("end"), y=y, tooltip=tooltip
-        ),
-        lost.mark_point(shape="cross", angle=45, color=RED, filled=True, size=40).encode(
-            x=_x(), y=y, tooltip=tooltip
-        ),
-    ]
+
+    def of(bars: Iterable[Bar], x: str = "start") -> alt.Chart:
+        rows = [_row(bar) | {"name": window.names[int(bar.row)]} for bar in bars]
+        return alt.Chart(alt.InlineData(values=rows)).encode(x=_x(x), y=y, tooltip=_tooltip("name"))
+
     starts = [_row(bar) for bar in window.lanes if bar.row == STEPS]
-    rules = alt.Chart(alt.InlineData(values=starts)).mark_rule(
-        strokeDash=[2, 3], color=BLUE, opacity=0.7
-    )
-    return alt.layer(rules.encode(x=_x()), *layers).resolve_scale(color="independent")
+    rules = alt.Chart(alt.InlineData(values=starts)).encode(x=_x())
+    layers = [rules.mark_rule(strokeDash=[2, 3], color=BLUE, opacity=0.7)]
+    if waiting := [bar for bar in lasting if bar.kind in THIN]:
+        layers.append(of(waiting).mark_rule(strokeWidth=1, color=GRAY).encode(x2="end:T"))
+    if generating := [bar for bar in lasting if bar.kind == GENERATES]:
+        made = of(generating).mark_bar(height=thick)
+        layers.append(made.encode(x2="end:T", color=_version_color(versions)))
+    if working := [bar for bar in lasting if bar.kind in THICK]:
+        done = of(working).mark_bar(height=thick - 1)
+        layers.append(done.encode(x2="end:T", color=_kind_color(working)))
+    if trained := [bar for bar in window.bars if bar.kind == BUFFER]:
+        mark = of(trained, "end").mark_point(shape="circle", color=BLUE, filled=True, size=16)
+        layers.append(mark.encode(opacity=alt.value(1)))
+    if lost := [bar for bar in window.bars if bar.kind not in known]:
+        layers.append(of(lost).mark_point(shape="cross", angle=45, color=RED, filled=True, size=40))
+    drawn: Chart = alt.layer(*layers).resolve_scale(color="independent")
+    return drawn
 
 
 def _version_color(versions: Sequence[int]) -> alt.Color:
@@ -178,11 +169,11 @@ def _version_color(versions: Sequence[int]) -> alt.Color:
     return alt.Color("version:N", scale=alt.Scale(domain=list(versions)), legend=legend)
 
 
-def _kind_color(window: Window) -> alt.Color:
-    kinds = [kind for kind in THICK if any(bar.kind == kind for bar in window.bars)]
+def _kind_color(bars: Sequence[Bar]) -> alt.Color:
+    kinds = [kind for kind in THICK if any(bar.kind == kind for bar in bars)]
     legend = alt.Legend(title=None, orient="right", symbolType="square")
     scale = alt.Scale(domain=kinds, range=[THICK[kind] for kind in kinds])
-    return alt.Color("kind:N", scale=scale, legend=legend if kinds else None)
+    return alt.Color("kind:N", scale=scale, legend=legend)
 
 
 def _x(field: str = "start", labeled: bool = True) -> alt.X:

@@ -94,7 +94,7 @@ def list_text(root: Path, now: float) -> str:
 def age(seconds: float) -> str:
     """A span of time in its two largest units."""
     left = max(0, round(seconds))
-    parts = []
+    parts = list[str]()
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
         count, left = divmod(left, size)
         if count or (unit == "s" and not parts):

@@ -351,7 +351,7 @@ def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
         np.repeat(_column(table, name).to_numpy(zero_copy_only=False), of_each)
         for name in ("started_at", "finished_at")
     )
-    back = ~((started <= finished) & np.isfinite(started) & np.isfinite(finished))
+    back = np.asarray(~((started <= finished) & np.isfinite(started) & np.isfinite(finished)))
     if not set(TIME_COLUMNS) <= set(table.column_names):
         return back
     columns = [_column(table, name) for name in ("generated_from", "generated_to")]

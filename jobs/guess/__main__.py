@@ -22,12 +22,13 @@ CONFIG, WARM_START = HERE / "guess.yaml", HERE / "sft.yaml"
 def main(overrides: list[str]) -> int:
     """Run the job and return its exit code."""
     try:
-        warm_start = load_offline(WARM_START, [])
+        config = load_config(CONFIG, overrides)
+        root = ["--runs_root", str(config.run_directory.parent)]
+        warm_start = load_offline(WARM_START, root)
         inputs = Path(warm_start.model.path).parent
         if not (inputs / "held_out.parquet").exists():
             subprocess.run([sys.executable, "-m", "jobs.guess.task", str(inputs)], check=True)
-        finish("sft", WARM_START, warm_start.run_directory, [])
-        config = load_config(CONFIG, overrides)
+        finish("sft", WARM_START, warm_start.run_directory, root)
         command = [command_name(), "train", str(CONFIG), *overrides]
         return run_training(config, command, after=lambda _, summary: _print(summary.directory))
     except ConfigError as error:

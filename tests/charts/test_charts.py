@@ -200,7 +200,7 @@ def test_a_dark_picture_has_other_colors() -> None:
 def test_every_chart_of_a_run_can_be_drawn(tmp_path: Path) -> None:
     run = asyncrl.open_run(write_small_run(tmp_path / "run"))
     drawn = [name for name in vars(RunCharts) if not name.startswith("_") and name != "dark"]
-    assert len(drawn) == len(OF_METRICS) + len(OF_OUTCOMES)
+    assert len(drawn) == len(OF_METRICS) + len(OF_OUTCOMES) + 1  # the timeline
     for charts in (run.charts, run.charts.dark):
         for name in drawn:
             chart = getattr(charts, name)()

@@ -111,7 +111,7 @@ def test_status_and_metrics(small_run: Path) -> None:
         "reward/mean",
         "eval/greedy_accuracy",
     } <= set(metrics.column_names)
-    assert metrics["reward/mean"].null_count == 8
+    assert metrics["reward/mean"].null_count == 14
     assert run.config.rollout.n_samples_per_prompt == 2
 
 

@@ -3,8 +3,8 @@
 import { el } from "./dom.js";
 
 /** A figure with the chart. */
-export function chart(one, themes, dark) {
-  const figure = el("figure", { id: `chart-${one.id}` });
+export function chart(one, themes, dark, name = "") {
+  const figure = el("figure", { id: `chart-${one.id}`, class: name });
   const watch = new IntersectionObserver((seen) => {
     if (!seen.some((entry) => entry.isIntersecting)) return;
     watch.disconnect();

@@ -49,7 +49,7 @@ export function timeline(values, step, dark, go) {
     el("p", { class: "quiet" }, "Each row is a trajectory: a line waits, a bar works. Its color changes where its "
       + "replica had the next version. The blue mark at the end is the step that trained it; a cross was lost. "
       + "A pointer on a part tells its numbers."),
-    chart({ id: "timeline", spec: one.spec }, values.themes, dark));
+    chart({ id: "timeline", spec: one.spec }, values.themes, dark, "wide"));
 }
 
 function turn(text, to, go) {
