@@ -43,10 +43,15 @@ REPORT = (
 STATUS = (
     "show on one screen what a run does now, what it waits for and since when, and what went wrong"
 )
+WATCH = (
+    "serve the page of a run to this machine's browsers, and let it grow with the run; ending it"
+    " leaves the run alone"
+)
 LIST = "list the runs of a folder with state, step, reward and age, the newest first"
 ON_A_RUN = {
     "status": STATUS,
     "report": REPORT,
+    "watch": WATCH,
     "samples": SAMPLES,
     "replay": REPLAY,
     "audit": AUDIT,
@@ -141,6 +146,15 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
     commands.choices["report"].add_argument(
         "--out", metavar="FILE", help="default: report.html in the run directory"
+    )
+    watch = commands.choices["watch"]
+    watch.add_argument("--port", type=int, default=0, metavar="PORT", help="default: a free one")
+    watch.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="the address to listen on; another than this machine's own needs a secret in the"
+        " environment variable ASYNCRL_WATCH_TOKEN; default: 127.0.0.1",
     )
     _add_samples_options(commands.choices["samples"])
     _add_replay_options(commands.choices["replay"])

@@ -255,6 +255,8 @@ def on_a_run(known: argparse.Namespace) -> int:
             return _samples(directory, known.count, known.order, known.of_version)
         if known.command == "report":
             return _report(directory, known.out)
+        if known.command == "watch":
+            return _watch(directory, known.host, known.port)
         if known.command == "replay":
             return _replay(directory, known.ordinal, known.sample, known.attempt)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
@@ -291,6 +293,16 @@ def _report(directory: Run, out: str | None) -> int:
     target = Path(out).absolute() if out else directory.directory / "report.html"
     size = write_report(directory, target)
     print_shown(f"{target}   ({size / 1e6:.1f} MB; opens in a browser without a network)")
+    return 0
+
+
+def _watch(directory: Run, host: str, port: int) -> int:
+    from asyncrl.page.growing import GrowingRun
+    from asyncrl.page.watch import serve
+
+    run = GrowingRun(directory.directory)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(run, host, port, lambda at: print_shown(f"{at}   (Ctrl-C ends it; the run goes on)"))
     return 0
 
 

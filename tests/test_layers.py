@@ -76,7 +76,7 @@ HOMES = {
     "ray.data": ["runtime.ray.stream"],
     "ray._private": ["run.cluster"],
     "ray._common": ["run.cluster.cluster_address"],
-    "starlette": ["api", "serving", "web"],
+    "starlette": ["api", "page.watch", "serving", "web"],
 }
 """Library → the folders and modules that import it; each of them does."""
 NO_FILES = {"io", "os", "pathlib", "shutil", "tempfile"}

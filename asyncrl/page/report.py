@@ -42,7 +42,9 @@ def write_report(run: Run, target: Path) -> int:
 
 
 def html(values: dict[str, Any]) -> str:
-    """The page of these values (`contents.contents`)."""
+    """The page of these values (`contents.contents`). One with `live` asks its server for newer
+    ones (`asyncrl.page.watch`)."""
+    live = ["connect-src 'self'"] if values.get("live") else []
     scripts = [_vega(), script()]
     style = (STATIC / "page.css").read_text()
     policy = "; ".join(
@@ -51,6 +53,7 @@ def html(values: dict[str, Any]) -> str:
             f"script-src {' '.join(map(_hash, scripts))}",
             "style-src 'unsafe-inline'",  # Vega makes styles of its own
             "img-src data:",
+            *live,
             "base-uri 'none'",
             "form-action 'none'",
         )

@@ -144,13 +144,22 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: a complete line is not a record. The message names the file and the line.
     """
+    for record, _ in records_from(directory, 0):
+        yield record
+
+
+def records_from(directory: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records behind this byte of the file, each with the byte behind it. Raises as
+    `read_metrics` does."""
     path = directory / METRICS_FILE
     if not path.exists():
         return
     with open_regular(path) as lines:
-        for number, line in enumerate(lines, start=1):
+        first = 1 + (lines.read(start).count(b"\n") if start else 0)
+        for number, line in enumerate(lines, start=first):
             if not line.endswith(b"\n"):
                 return
+            start += len(line)
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -162,7 +171,7 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
                 raise ValueError(
                     f"{path}, line {number} is a record without an event; remove that line"
                 )
-            yield record
+            yield record, start
 
 
 def first_entropies(directory: Path, steps: int) -> list[float]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -67,6 +67,10 @@ SINGULAR = {"completion_text": "completion"}
 """Group column → its name in a table of trajectories, if different."""
 
 
+Kept: TypeAlias = "dict[Path, tuple[tuple[int, int, int], pa.Table]]"
+"""File → what identifies its content (inode, bytes, time), and its table."""
+
+
 class RunNotFoundError(FileNotFoundError):
     """The path is not a run directory."""
 
@@ -95,6 +99,8 @@ class Status:
 
 class Run:
     """A run's directory. Each call reads the current files."""
+
+    _kept: Kept | None = None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -126,7 +132,7 @@ class Run:
     @property
     def metrics(self) -> pa.Table:
         """All records of metrics.jsonl, one row each. Metrics that a record lacks are null."""
-        return _records_table(read_metrics(self.directory))
+        return _records_table(self.records())
 
     def records(self, event: str | None = None) -> list[dict[str, Any]]:
         """The records of metrics.jsonl, oldest first, optionally only those of one event."""
@@ -196,7 +202,7 @@ class Run:
                 Without it, such a file raises pyarrow.ArrowInvalid.
         """
         schema = pa.schema([*COLUMNS.items(), *TIME_COLUMNS.items(), *SCORED_COLUMNS.items()])
-        return _distinct(_read_parquet(self.directory / "groups", schema, damaged))
+        return _distinct(_read_parquet(self.directory / "groups", schema, damaged, self._kept))
 
     def outcomes(self, damaged: list[str] | None = None) -> pa.Table:
         """One row per group with an outcome. `damaged` as in `groups`.
@@ -209,7 +215,7 @@ class Run:
     def every_outcome(self, damaged: list[str] | None = None) -> pa.Table:
         """The outcomes with duplicates. A group has several rows if it waited in a checkpoint from
         which several attempts resumed."""
-        return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS, damaged)
+        return _read_parquet(self.directory / "outcomes", OUTCOME_COLUMNS, damaged, self._kept)
 
     def evaluations(self) -> pa.Table:
         """One row per completion that an evaluation requested.
@@ -263,22 +269,38 @@ def _nearby(directory: Path) -> str:
     )
 
 
-def _read_parquet(directory: Path, empty: pa.Schema, damaged: list[str] | None = None) -> pa.Table:
+def _read_parquet(
+    directory: Path,
+    empty: pa.Schema,
+    damaged: list[str] | None = None,
+    kept: Kept | None = None,
+) -> pa.Table:
     """All complete files of a folder as one table, or an empty table with the schema `empty`. A
-    damaged file is left out and named in `damaged`, if that is given."""
+    damaged file is left out and named in `damaged`, if that is given. A file whose table `kept` has
+    is not read again."""
     tables = []
     for path in sorted(directory.glob("*.parquet")):
         if path.name.startswith("."):
             continue
         try:
-            tables.append(parquet.read_table(path))
+            tables.append(_table(path, kept))
         except FileNotFoundError:  # merged into a larger file since the folder was listed
-            return _read_parquet(directory, empty, damaged)
+            return _read_parquet(directory, empty, damaged, kept)
         except (pa.ArrowInvalid, OSError) as error:
             if damaged is None:
                 raise
             damaged.append(f"{directory.name}/{path.name}: {str(error).splitlines()[0]}")
     return pa.concat_tables(tables, promote_options="permissive") if tables else empty.empty_table()
+
+
+def _table(path: Path, kept: Kept | None) -> pa.Table:
+    if kept is None:
+        return parquet.read_table(path)
+    found = path.stat()
+    stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+    if path not in kept or kept[path][0] != stamp:
+        kept[path] = (stamp, parquet.read_table(path))
+    return kept[path][1]
 
 
 def _distinct(table: pa.Table) -> pa.Table:

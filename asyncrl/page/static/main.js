@@ -70,16 +70,50 @@ function nothing(text) {
 
 function show(values) {
   const { node, after } = view(values);
-  const here = location.hash || "#/";
-  const hidden = values.groups.ordinal.length === 0 ? ["#/timeline", "#/groups", "#/lost"] : [];
-  const header = el("header", { class: "top" },
-    el("h1", {}, values.title),
-    el("span", { class: `state ${values.state}` }, `${values.state}, step ${values.step} of ${values.max_steps}`),
-    el("nav", {}, Object.entries(TABS).filter(([href]) => !hidden.includes(href)).map(([href, title]) =>
-      el("a", { href, "aria-current": current(here, href) ? "page" : null }, title))));
+  const header = head(values);
   document.getElementById("page").replaceChildren(header, el("main", {}, node));
   document.title = `${values.title} · asyncrl`;
   if (after) after();
+}
+
+function head(values) {
+  const here = location.hash || "#/";
+  const hidden = values.groups.ordinal.length === 0 ? ["#/timeline", "#/groups", "#/lost"] : [];
+  return el("header", { class: "top" },
+    el("h1", {}, values.title),
+    el("span", { class: `state ${values.state}` }, `${values.state}, step ${values.step} of ${values.max_steps}`),
+    values.live ? el("span", { class: "quiet", role: "status" },
+      values.unreachable ? "live: the server does not answer, so these values are old" : "live") : null,
+    el("nav", {}, Object.entries(TABS).filter(([href]) => !hidden.includes(href)).map(([href, title]) =>
+      el("a", { href, "aria-current": current(here, href) ? "page" : null }, title))));
+}
+
+/** Ask the server for newer values, as long as the page is open. */
+async function follow(values) {
+  for (;;) {
+    let answer = null;
+    try {
+      answer = await fetch(`values?have=${values.live}`);
+      if (answer.status === 200) Object.assign(values, await answer.json());
+      else if (answer.status !== 204) answer = null;
+    } catch { answer = null; }
+    const changed = answer === null ? !values.unreachable : answer.status === 200 || values.unreachable;
+    values.unreachable = answer === null;
+    if (changed) refresh(values);
+    if (answer === null) await new Promise((done) => { setTimeout(done, 3000); });
+  }
+}
+
+/** Show newer values, unless the reader is about to write or reads one group: then only the head. */
+function refresh(values) {
+  const busy = document.activeElement?.matches("input, select") || parsed(location.hash).view === "group";
+  if (busy) {
+    document.querySelector("header.top")?.replaceWith(head(values));
+    return;
+  }
+  const at = window.scrollY;
+  show(values);
+  window.scrollTo({ top: at, behavior: "instant" });
 }
 
 function current(here, href) {
@@ -93,6 +127,7 @@ try {
   window.addEventListener("hashchange", () => show(values));
   darkness.addEventListener("change", () => show(values));
   show(values);
+  if (values.live) follow(values);
 } catch (error) {
   document.getElementById("page").replaceChildren(
     el("p", { class: "bad" }, `This page could not be opened: ${error}`));
