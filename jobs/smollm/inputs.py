@@ -51,7 +51,7 @@ def make_data(folder: Path, seed: int = 0) -> None:
     """Write the prompts with instructions, the sums, and the dialogues of both for SFT."""
     task.make_data(folder, seed)
     for name, count in (("sums_train", SUMS), ("sums_held_out", HELD_OUT_SUMS)):
-        rows = sums.tasks(seed, count, held_out=name == "sums_held_out")
+        rows = sums.tasks(seed, count, held_out=name == "sums_held_out", stories=True)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
     for name, count in (("train", DIALOGUES), ("held_out", HELD_OUT_DIALOGUES)):
         lines = [json.dumps(row) for row in dialogues(name, count, seed)]

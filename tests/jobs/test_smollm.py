@@ -190,8 +190,12 @@ def test_dialogues_and_sums_hold_out_numbers_and_subjects() -> None:
     assert not any(f" {subject}," in text for subject in HELD_OUT_SUBJECTS for text in asked)
     numbers = [[one["expression"] for one in sums.tasks(0, 50, held)] for held in (False, True)]
     assert not set(numbers[0]) & set(numbers[1])
-    for one in sums.tasks(0, 50, held_out=False):
+    for one in sums.tasks(0, 50, held_out=False, stories=True):
         assert str(eval(one["expression"])) == one["answer"]
+        assert all(number in one["prompt"] for number in one["expression"].split()[::2])
+    told = [re.sub(r"\d+", "", one["prompt"]) for one in sums.tasks(0, 500, False, stories=True)]
+    new = [re.sub(r"\d+", "", one["prompt"]) for one in sums.tasks(0, 300, True, stories=True)]
+    assert len(set(told)) == 6 and len(set(new) - set(told)) == 3
 
 
 # -- packages and the model ------------------------------------------------------------------------
