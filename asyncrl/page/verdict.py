@@ -13,6 +13,8 @@ from asyncrl.rundir.reader import Status
 ENDS = 10
 """Steps at each end of a run whose mean reward is compared, at most a quarter of its steps."""
 ON_DATA = "Nothing waits: the run trains on a dataset."
+SOLVED = 0.99
+"""Held-out accuracy from which on a run cannot learn more from such prompts."""
 BUSY = 0.1
 """A side that waits for less than this share of the time does not wait."""
 
@@ -115,6 +117,10 @@ def _learning(
     if not said:
         return Sentence("note", "It has taken too few steps to tell whether it learns.")
     text = " and ".join(said)
+    accuracy = _finite(evaluations, "eval/accuracy")
+    if accuracy and accuracy[0] >= SOLVED <= accuracy[-1]:
+        known = f"held-out accuracy was {accuracy[0]:.1%} before the first step"
+        return Sentence("note", f"It had nothing to learn: {known}.")
     if gains[0] > 0:
         return Sentence("good", f"It learns: {text}.")
     return Sentence("bad", f"It does not learn: {text}.")

@@ -299,6 +299,12 @@ def steps(count: int = 8, **changes: float) -> list[dict[str, Any]]:
             ("Nothing", "It only evaluates. Held-out accuracy is 25.0%."),
         ),
         (
+            status(),
+            [*steps(**{"reward/mean": 1.0}), {"event": "evaluation", "eval/accuracy": 1.0}],
+            {"trained": 9},
+            ("Nothing", "It had nothing to learn: held-out accuracy was 100.0% before", "Both"),
+        ),
+        (
             status("interrupted"),
             [*steps(), *steps(2, applied=0.0), *steps(2)],
             {"trained": 9},
