@@ -18,6 +18,7 @@ from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.contracts.rows import SCORED_COLUMNS
 from asyncrl.page.chosen import Row, choose
 from asyncrl.page.pieces import Pieces
+from asyncrl.page.sessions import session_of
 from asyncrl.page.verdict import verdict
 from asyncrl.rundir.reader import Run
 from asyncrl.rundir.record import read_record
@@ -130,11 +131,12 @@ def _groups(
     ends = [ended.get(key, {}) for key in keys]
     rewards = groups["reward"].to_pylist()
     tokens = [sum(map(len, group)) for group in groups["completion_ids"].to_pylist()]
+    context = _context_tokens(groups)
     states = groups["status"].to_pylist()
     chosen = choose(
         [
             Row(
-                tokens[i],
+                tokens[i] + context[i],
                 _mean(rewards[i]),
                 ends[i].get("outcome"),
                 ends[i].get("step"),
@@ -176,6 +178,13 @@ def _groups(
     return columns, details, note
 
 
+def _context_tokens(groups: pa.Table) -> list[int]:
+    """Tokens of the context of each group's turns, which a page of sessions has, too."""
+    if "turn_context" not in groups.column_names:
+        return [0] * len(groups)
+    return [sum(map(len, turns or ())) for turns in groups["turn_context"].to_pylist()]
+
+
 def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
     parts = row.get("reward_parts") or []
     return {
@@ -190,6 +199,7 @@ def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
         "trajectories": [
             {
                 "text": row["completion_text"][index] or "",
+                "session": session_of(row, index, pieces),
                 "pieces": pieces.of(ids),
                 "logprobs": [_rounded(one) for one in row["logprobs"][index]],
                 "mask": _mask(row["loss_mask"][index]),

@@ -21,7 +21,7 @@ from asyncrl.rundir.reader import Run
 from asyncrl.runtime.files.opening import replace_text
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom", "values", "charts", "tokens", "groups", "views", "main")
+MODULES = ("dom", "values", "charts", "tokens", "conversation", "groups", "views", "main")
 """The page's scripts, in the order in which they need one another."""
 PART = re.compile(r"\{(policy|style|values|vega|script)\}")
 IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)

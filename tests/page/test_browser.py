@@ -19,7 +19,7 @@ from small_run import small_group, write_small_run
 import asyncrl
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import Outcome
-from asyncrl.contracts.rows import Group
+from asyncrl.contracts.rows import SESSION_COLUMNS, TURN_COLUMNS, Group
 from asyncrl.page.report import write_report
 from asyncrl.rundir.outcomes import OutcomesWriter
 
@@ -179,6 +179,49 @@ def test_text_of_the_run_stays_text(tmp_path: Path, opened: Opened) -> None:
     assert "<img src=x" in opened.text() and "\\u{202e}" in opened.text()
     assert opened.count("main img") == opened.count("main b >> text=bold") == 0
     assert opened.page.title() == "small · asyncrl" and opened.said == []
+
+
+@pytest.mark.slow
+def test_a_session_is_a_conversation(tmp_path: Path, opened: Opened) -> None:
+    run = write_small_run(tmp_path / "small")
+    add(run, 200, small_group(200, 3))
+    path = run / "groups" / "attempt_0-000200.parquet"
+    call = {"type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    chat = [
+        {"role": "user", "content": HOSTILE},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "long " * 400},
+        {"role": "assistant", "content": "the end"},
+    ]
+    columns: dict[str, list[Any]] = {
+        "session_messages": [json.dumps(chat)] * 2,
+        "session_end": ["done", "deadline"],
+        "session_note": [None, HOSTILE],
+        "turn_trajectory": [0, 0, 1],
+        "turn_parent": [-1, 0, -1],
+        "turn_context": [[5, 6], [7], [5]],
+        "turn_tokens": [1, 1, 3],
+        "turn_status": ["ok"] * 3,
+        "turn_replica": ["replica-1"] * 3,
+        "turn_finish_reason": ["stop"] * 3,
+        "turn_branch_reason": [""] * 3,
+        "turn_started_at": [210.1, 210.6, 210.1],
+        "turn_finished_at": [210.4, 210.9, 210.9],
+    }
+    table = pq.read_table(path)
+    kinds = TURN_COLUMNS | SESSION_COLUMNS
+    for name, values in columns.items():
+        table = table.append_column(name, pa.array([values], kinds[name]))
+    pq.write_table(table, path)
+    opened.go(f"{report(run)}#/group/200")
+    opened.page.click("text=session 0")
+    opened.page.wait_for_selector(".conversation")
+    said = opened.text(".conversation")
+    assert "1 token in 0.3 s" in said and "0.2 s after the turn before" in said
+    assert "<img src=x" in said and opened.count("main img") == 0
+    opened.page.click("text=as the model saw it")
+    assert "[5][6][8]" in opened.text(".conversation")
+    assert opened.said == []
 
 
 @pytest.mark.slow

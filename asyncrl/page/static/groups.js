@@ -1,6 +1,7 @@
 // The list of groups with its filter, and one group with its siblings side by side.
 
 import { el, shown, table } from "./dom.js";
+import { conversation } from "./conversation.js";
 import { tokens } from "./tokens.js";
 import { DASH, number } from "./values.js";
 
@@ -140,6 +141,8 @@ export function group(values, index, place, go) {
     el("h3", {}, "Prompt"), el("pre", { class: "text", dir: "auto" }, shown(detail.prompt)),
     Object.entries(detail.columns).map(([name, value]) =>
       el("p", {}, el("b", {}, `${name}: `), shown(value))),
+    opened?.session ? el("h3", {}, `Session ${place.trajectory}`) : null,
+    opened?.session ? conversation(opened) : null,
     view ? el("h3", { id: "tokens" }, `Tokens of trajectory ${place.trajectory}`) : null,
     view ? view.node : null,
     el("h3", {}, "Siblings"),
@@ -152,7 +155,8 @@ function sibling(one, index, base, chosen) {
   const parts = Object.entries(one.parts).map(([name, value]) =>
     el("span", { class: "part" }, `${shown(name)} ${number(value)}`));
   return el("article", { class: chosen ? "sibling chosen" : "sibling" },
-    el("header", {}, el("a", { href: `${base}/${index}/token/0` }, `trajectory ${index}`),
+    el("header", {}, el("a", { href: `${base}/${index}${one.session ? "" : "/token/0"}` },
+      `${one.session ? "session" : "trajectory"} ${index}`),
       el("b", {}, `reward ${number(one.reward)}`), el("span", {}, `advantage ${number(one.advantage)}`),
       one.status === "ok" ? null : el("span", { class: "bad" }, one.status || DASH)),
     el("pre", { class: "text", dir: "auto" }, shown(one.text)),
