@@ -279,6 +279,9 @@ def _by_version(
         return [Bar(row, GENERATES, began, ended, None, "no token")]
     first, tokens = spans[0]["start"], spans[-1]["end"] - spans[0]["start"]
     bars, at = list[Bar](), began
+    had = flips.get(spans[0]["version"], began)
+    if began < had <= ended:  # accepted before the replica paused, and computed after it
+        bars, at = [Bar(row, WAITS, began, had, None, "")], had
     for number, span in enumerate(spans):
         until, guessed = ended, ""
         if number + 1 < len(spans):

@@ -23,6 +23,7 @@ from asyncrl.charts.moments import (
     WAITS,
     Bar,
     Moments,
+    _by_version,
 )
 from asyncrl.charts.timeline import MOST_WINDOWS, WINDOW, timeline, windows
 from asyncrl.contracts.group_table import groups_to_table
@@ -137,6 +138,16 @@ def test_turns_of_a_session_have_the_environment_between_them() -> None:
         (SIBLINGS, 8.0, 9.0, None),
         (SCORING, 9.0, 9.5, None),
         (BUFFER, 9.5, 10.0, None),
+    ]
+
+
+def test_a_request_that_came_during_a_pause_waits_for_its_version() -> None:
+    spans = [{"version": 2, "start": 4, "end": 6}, {"version": 3, "start": 6, "end": 8}]
+    bars = _by_version(0, 1.0, 9.0, spans, {2: 3.0, 3: 5.0})
+    assert of_row(bars, 0) == [
+        (WAITS, 1.0, 3.0, None),
+        (GENERATES, 3.0, 5.0, 2),
+        (GENERATES, 5.0, 9.0, 3),
     ]
 
 
