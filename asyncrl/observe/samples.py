@@ -35,6 +35,10 @@ class SampleRow(TypedDict):
     status: str
     outcome: str | None
     reward: float | None
+    attempt: NotRequired[int]
+    step: NotRequired[int | None]
+    """The step that trained it."""
+    advantage: NotRequired[float | None]
     prompt_text: str | None
     completion: str | None
     baseline_reward: NotRequired[float | None]
@@ -89,7 +93,7 @@ def _sample_text(row: SampleRow) -> str:
         f"staleness {_known(row['staleness'])}",
         f"{row['tokens']} tokens, ended by {row['finish_reason']}",
         row["status"],
-        row["outcome"] or "not trained yet",
+        _outcome(row),
     ]
     reward = f"reward {_known(row['reward'])}" + (
         f" ({', '.join(f'{name} {_known(value)}' for name, value in parts.items())})"
@@ -98,7 +102,9 @@ def _sample_text(row: SampleRow) -> str:
     )
     if row.get("baseline_reward") is not None:
         reward += f", greedy completion {_known(row['baseline_reward'])}"
-    head = [f"── {', '.join(facts)}", f"── {reward}", *_turn_lines(row)]
+    if row.get("advantage") is not None:
+        reward += f", advantage {_known(row['advantage'])}"
+    head = [f"── {', '.join(facts)}", f"── {reward}", f"── {page_link(row)}", *_turn_lines(row)]
     messages = row.get("session_messages")
     if messages is None:
         shown_texts = [("prompt:", row["prompt_text"]), ("completion:", row["completion"])]
@@ -110,6 +116,18 @@ def _sample_text(row: SampleRow) -> str:
         shown_texts.append(("note:", row.get("session_note")))
     texts = [line for title, text in shown_texts for line in (title, _indented(text))]
     return "\n".join([*head, *texts])
+
+
+def page_link(row: SampleRow) -> str:
+    """Where the page of the run (`asyncrl report`) shows a trajectory."""
+    step = "" if row.get("step") is None else f"/step/{row['step']}"
+    attempt = f"@{row['attempt']}" if row.get("attempt") else ""
+    return f"report.html#{step}/group/{row['ordinal']}{attempt}/{row['index']}"
+
+
+def _outcome(row: SampleRow) -> str:
+    known = row["outcome"] or "not trained yet"
+    return known if row.get("step") is None else f"{known} by step {row['step']}"
 
 
 def _turn_lines(row: SampleRow) -> list[str]:

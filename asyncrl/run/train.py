@@ -64,6 +64,7 @@ class TrainingJob:
         groups, outcomes = directory / "groups", directory / "outcomes"
         return (
             f"trajectories   {groups}/*.parquet, outcomes in {outcomes}/*.parquet",
+            f"look at it     asyncrl report {directory}",
             f"look inside    ASYNCRL_RUN={directory} jupyter lab notebooks/01_quickstart.ipynb",
         )
 

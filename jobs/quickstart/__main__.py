@@ -19,6 +19,7 @@ from asyncrl.observe import MemoryPeak, MemorySampler
 from asyncrl.run import Summary, command_name, run_training
 from asyncrl.rundir import open_run
 from jobs.quickstart.task import make_inputs
+from jobs.runs import module
 
 CONFIG = Path(__file__).parent / "quickstart.yaml"
 GIB = 1 << 30
@@ -35,7 +36,7 @@ def main(overrides: list[str]) -> int:
             return run_training(
                 config,
                 command,
-                after=lambda _, summary: print_measurements(summary, memory.peak),
+                after=lambda _, summary: finish(summary, memory.peak),
                 asked=asked,
             )
     except ConfigError as error:
@@ -51,6 +52,13 @@ def _free_name(config: Config) -> Config:
         number += 1
         config = config.model_copy(update={"name": f"{name}-{number}"})
     return config
+
+
+def finish(summary: Summary, memory: MemoryPeak) -> None:
+    """Print the README's figures, and write the run's page."""
+    print_measurements(summary, memory)
+    print()
+    module("asyncrl.cli", "report", str(summary.directory))
 
 
 def print_measurements(summary: Summary, memory: MemoryPeak) -> None:

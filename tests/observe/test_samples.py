@@ -159,6 +159,8 @@ def test_the_command_shows_whole_samples(tmp_path, capsys):
         and "  │ 99" in out.out
     )
     assert "versions 0 to 1" in out.out and "staleness" in out.out
+    assert "trained by step 1\n" in out.out and "advantage -1\n" in out.out
+    assert "report.html#/step/1/group/2/1\n" in out.out
     code, out = command("-n", "1", "--version", "3")
     assert code == 0 and "version 3," in out.out and "not trained yet" in out.out
     code, out = command("--version", "77")
@@ -204,7 +206,7 @@ def test_a_sample_shows_the_reward_of_the_greedy_completion(tmp_path):
     shown = open_run(tmp_path / "run").trajectories()
     assert len(shown) == 2 * len(rows) and set(shown["baseline_reward"].to_pylist()) == {0.25}
     text = samples_text(shown.slice(0, 1).to_pylist())
-    assert "── reward 1 (exact 1, scorer 1), greedy completion 0.25\n" in text
+    assert "── reward 1 (exact 1, scorer 1), greedy completion 0.25, advantage 1\n" in text
 
 
 def damage(file):
