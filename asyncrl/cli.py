@@ -145,7 +145,9 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("run", metavar="RUN", help="run directory, such as runs/quickstart")
     commands.choices["report"].add_argument(
-        "--out", metavar="FILE", help="default: report.html in the run directory"
+        "--out",
+        metavar="FILE",
+        help="a file or a folder; default: report.html in the run directory",
     )
     watch = commands.choices["watch"]
     watch.add_argument("--port", type=int, default=0, metavar="PORT", help="default: a free one")

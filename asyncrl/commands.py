@@ -290,7 +290,9 @@ def _list(folder: str | None) -> int:
 def _report(directory: Run, out: str | None) -> int:
     from asyncrl.page.report import write_report
 
-    target = Path(out).absolute() if out else directory.directory / "report.html"
+    target = Path(out).absolute() if out else directory.directory
+    if target.is_dir():
+        target /= "report.html"
     size = write_report(directory, target)
     print_shown(f"{target}   ({size / 1e6:.1f} MB; opens in a browser without a network)")
     return 0

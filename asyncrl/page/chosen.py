@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 MOST_TOKENS = 300_000
-"""Completion tokens of a page. One takes about eight bytes."""
+"""Tokens of a page: prompts, completions, and what comes between turns. A completion's takes about
+eight bytes."""
 EXTREMES = 20
 """Groups with the largest rewards, and with the smallest."""
 

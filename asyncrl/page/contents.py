@@ -179,10 +179,14 @@ def _groups(
 
 
 def _context_tokens(groups: pa.Table) -> list[int]:
-    """Tokens of the context of each group's turns, which a page of sessions has, too."""
+    """Tokens of each group's prompt, and of the context of its turns if they are sessions'."""
+    prompts = [len(ids or ()) for ids in groups["prompt_ids"].to_pylist()]
     if "turn_context" not in groups.column_names:
-        return [0] * len(groups)
-    return [sum(map(len, turns or ())) for turns in groups["turn_context"].to_pylist()]
+        return prompts
+    of_turns = groups["turn_context"].to_pylist()
+    return [
+        prompt + sum(map(len, turns or ())) for prompt, turns in zip(prompts, of_turns, strict=True)
+    ]
 
 
 def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:

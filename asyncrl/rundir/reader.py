@@ -155,7 +155,7 @@ class Run:
         records = [
             record
             for record in records
-            if record["attempt"] == last["attempt"] and record["event"] != "warm_start"
+            if record.get("attempt") == last.get("attempt") and record["event"] != "warm_start"
         ]
         committed = max(
             (record["version"] for record in records if record["event"] == "commit"), default=None

@@ -128,6 +128,9 @@ def test_an_address_opens_a_token_and_arrows_go_on(small_run: Path, opened: Open
     opened.page.keyboard.press("ArrowRight")
     assert "3 of 3" in opened.text(".facts")
     assert opened.page.evaluate("location.hash") == "#/step/6/group/12/1/token/2"
+    for missing, said in (("12/7", "no trajectory 7"), ("12/0/token/9", "no token 9")):
+        opened.page.evaluate("place => { location.hash = place; }", f"#/group/{missing}")
+        opened.page.wait_for_selector(f"text={said}")
     for hostile_place in ("#/group/<img src=x>", "#/timeline/<b>", "#/nothing", "#/group/99999"):
         opened.page.evaluate("place => { location.hash = place; }", hostile_place)
         opened.page.wait_for_selector("main section")

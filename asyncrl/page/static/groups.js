@@ -141,6 +141,10 @@ export function group(values, index, place, go) {
     el("h3", {}, "Prompt"), el("pre", { class: "text", dir: "auto" }, shown(detail.prompt)),
     Object.entries(detail.columns).map(([name, value]) =>
       el("p", {}, el("b", {}, `${name}: `), shown(value))),
+    place.trajectory !== null && !opened ? el("p", { class: "note" },
+      `This group has no trajectory ${place.trajectory}. Its first is 0.`) : null,
+    opened && place.token !== null && place.token >= opened.pieces.length ? el("p", { class: "note" },
+      `This trajectory has no token ${place.token}. Its first is 0.`) : null,
     opened?.session ? el("h3", {}, `Session ${place.trajectory}`) : null,
     opened?.session ? conversation(opened) : null,
     view ? el("h3", { id: "tokens" }, `Tokens of trajectory ${place.trajectory}`) : null,

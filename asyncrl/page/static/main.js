@@ -58,7 +58,7 @@ function view(values) {
   if (place.view === "" || place.view === "charts") {
     return {
       node: overview(values, darkness.matches),
-      after: () => document.getElementById(`chart-${place.chart}`)?.scrollIntoView(),
+      after: () => document.getElementById(`chart-${place.chart}`)?.scrollIntoView({ behavior: "instant" }),
     };
   }
   return { node: nothing("This page has no such place.") };

@@ -43,7 +43,7 @@ export function tokens(trajectory, chosen, choose) {
     select(Math.max(0, Math.min(spans.length - 1, current + step)), true);
     choose(current);
   });
-  if (spans.length) select(chosen ?? 0, chosen !== null);
+  if (spans.length) select(chosen < spans.length ? chosen ?? 0 : 0, chosen !== null);
   const node = el("div", {}, versions(trajectory, oldest), body, facts);
   return { node, focus: () => { body.focus({ preventScroll: true }); select(current, true); } };
 }
