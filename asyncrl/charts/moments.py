@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 from asyncrl.contracts.rows import TIME_COLUMNS
 
+TRAINED, WAITING = "trained", "waiting"
+"""Outcomes of groups that are not lost."""
 WAITS, GENERATES, TOOLS, SIBLINGS, SCORING, BUFFER = (
     "waits for the engine",
     "generates",
@@ -33,6 +35,7 @@ MARKED = ("stall", "error", "push_failed", "evaluation_lost", "checkpoint")
 """Events with a mark of their own."""
 DRAWN = ("gather", "commit", "push", "evaluation", *MARKED)
 """Events of the lanes, besides steps."""
+OUTCOME = ("attempt", "ordinal", "outcome", "reason", "step", "ended_in")
 READ = (
     "attempt",
     "ordinal",
@@ -95,7 +98,8 @@ class Moments:
         self._groups = groups
         keys = zip(groups["attempt"].to_pylist(), groups["ordinal"].to_pylist(), strict=True)
         self._at: dict[Key, int] = {key: index for index, key in enumerate(keys)}
-        ended = outcomes.select(["attempt", "ordinal", "outcome", "reason", "step"]).to_pylist()
+        names = [name for name in OUTCOME if name in outcomes.column_names]
+        ended = outcomes.select(names).to_pylist()
         self._outcome = {(row["attempt"], row["ordinal"]): row for row in ended}
         self._steps = {
             row["step"]: row for row in _records(metrics, "step") if row.get("time/started_at")
@@ -104,7 +108,7 @@ class Moments:
         self._flips: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
         for row in self._records["push"]:
             if row.get("weights/applied_at"):
-                flips = self._flips[row["attempt"], row["replica"]]
+                flips = self._flips[row["attempt"], row.get("replica") or ""]
                 flips.setdefault(row["version"], row["weights/applied_at"])
 
     @property
@@ -116,21 +120,19 @@ class Moments:
         """The groups that these steps trained, and those that were lost meanwhile.
 
         Args:
-            most_rows: trajectories that have rows. Of more, groups are chosen evenly by their
-                admission, lost ones first.
+            most_rows: trajectories that have rows, but at least one group's. Of more, groups are
+                chosen evenly by their admission. Lost ones come first, and get half of the rows.
         """
         steps = [self._steps[step] for step in self.steps if first_step <= step <= last_step]
         start = min((_started(step) for step in steps), default=0.0)
         end = max((_ended(step) for step in steps), default=0.0)
-        trained, lost = [], []
+        trained, lost = list[int](), list[int]()
         for key, outcome in self._outcome.items():
-            if key not in self._at:
+            step = outcome["step"]
+            if key not in self._at or step is None or not first_step <= step <= last_step:
                 continue
-            if outcome["outcome"] == "trained":
-                if first_step <= (outcome["step"] or -1) <= last_step:
-                    trained.append(self._at[key])
-            elif self._happened(self._at[key], start, end):
-                lost.append(self._at[key])
+            if self._of_newest(outcome) and outcome["outcome"] != WAITING:
+                (trained if outcome["outcome"] == TRAINED else lost).append(self._at[key])
         rows = self._rows(sorted([*trained, *lost]))
         shown = _chosen(rows, self._lost_keys(lost), most_rows)
         bars, names = self._trajectories(shown)
@@ -145,9 +147,11 @@ class Moments:
             len(shown),
         )
 
-    def _happened(self, index: int, start: float, end: float) -> bool:
-        finished = self._groups["finished_at"][index].as_py()
-        return finished is not None and start <= finished <= end
+    def _of_newest(self, outcome: Mapping[str, Any]) -> bool:
+        """Whether the group ended in the newest attempt that took its step. A step of which no
+        times are recorded was not repeated later."""
+        step = self._steps.get(outcome["step"])
+        return step is None or outcome.get("ended_in", step["attempt"]) in (None, step["attempt"])
 
     def _lost_keys(self, lost: Iterable[int]) -> set[Key]:
         return {
@@ -168,7 +172,8 @@ class Moments:
             key = (group["attempt"], group["ordinal"])
             for index, spans in enumerate(group["versions"]):
                 row = len(names)
-                names.append(f"group {group['ordinal']}, trajectory {index}")
+                attempt = f" of attempt {group['attempt']}" if group["attempt"] else ""
+                names.append(f"group {group['ordinal']}{attempt}, trajectory {index}")
                 bars += self._generation(row, group, index, spans)
                 bars += self._after(row, group, self._outcome[key])
         return bars, names
@@ -218,12 +223,13 @@ class Moments:
         if scored is None:
             return []
         bars = [Bar(row, SCORING, finished, scored, None, "")]
-        step = self._steps.get(outcome["step"] or -1) if outcome["outcome"] == "trained" else None
-        if step is not None:
+        if outcome["outcome"] == TRAINED:
+            step = self._steps[outcome["step"]]
             note = f"trained by step {outcome['step']}"
             bars.append(Bar(row, BUFFER, scored, _started(step), None, note))
-        elif outcome["outcome"] != "trained":
-            note = f"{outcome['outcome']}: {outcome['reason'] or 'no reason'}"
+        else:
+            why = f": {outcome['reason']}" if outcome["reason"] else ""
+            note = f"{outcome['outcome']} by step {outcome['step']}{why}"
             bars.append(Bar(row, outcome["outcome"], scored, scored, None, note))
         return bars
 
@@ -234,20 +240,21 @@ class Moments:
             for row in self._steps.values()
         ]
         gathers = {
-            row["version"]: row["time"] - (row.get("weights/gather_s") or 0.0)
+            (row["attempt"], row["version"]): row["time"] - (row.get("weights/gather_s") or 0.0)
             for row in self._records["gather"]
         }
         for row in self._records["commit"]:
-            if (began := gathers.get(row["version"])) is not None and began <= row["time"]:
+            if (
+                began := gathers.get((row["attempt"], row["version"]))
+            ) is not None and began <= row["time"]:
                 note = f"version {row['version']}"
                 bars.append(
                     Bar(PUBLICATIONS, PUBLICATIONS, began, row["time"], row["version"], note)
                 )
         for row in self._records["push"]:
-            if row.get("weights/paused_at") and row.get("weights/pause_s"):
-                note = f"replica {row['replica']} takes version {row['version']}"
-                paused, applied = row["weights/paused_at"], row["weights/applied_at"]
-                bars.append(Bar(PAUSES, PAUSES, paused, applied, row["version"], note))
+            if (paused := row.get("weights/paused_at")) and (seconds := row.get("weights/pause_s")):
+                note = f"replica {row.get('replica')} takes version {row['version']}"
+                bars.append(Bar(PAUSES, PAUSES, paused, paused + seconds, row["version"], note))
         for row in self._records["evaluation"]:
             began = row["time"] - (row.get("eval/seconds") or 0.0)
             note = f"version {row['version']}"
@@ -289,8 +296,18 @@ def _by_version(
             if flip is not None and at <= flip <= ended:
                 until = flip
             else:
-                until = max(at, began + (ended - began) * (span["end"] - first) / tokens)
-                guessed = "; the moment of its end was not recorded"
+                later = [
+                    flips[one["version"]] for one in spans[number + 1 :] if one["version"] in flips
+                ]
+                guess = began + (ended - began) * (span["end"] - first) / tokens
+                until = max(
+                    at, min([guess, *(moment for moment in later if at <= moment <= ended)])
+                )
+                guessed = (
+                    "; its end is a guess: the replica's change was not recorded"
+                    if flip is None
+                    else "; its end is a guess: the recorded times contradict each other"
+                )
         note = f"tokens {span['start']} to {span['end'] - 1}{guessed}"
         bars.append(Bar(row, GENERATES, at, until, span["version"], note))
         at = until
@@ -311,7 +328,7 @@ def _cut(spans: Sequence[Mapping[str, int]], start: int, end: int) -> list[dict[
 
 
 def _chosen(rows: Sequence[dict[str, Any]], lost: set[Key], most_rows: int) -> list[dict[str, Any]]:
-    """As many groups as have room, lost ones first, the others evenly."""
+    """As many groups as have room: lost ones in at most half of it, the others evenly."""
     if not rows:
         return []
     count = max(1, most_rows // max(1, max(len(row["versions"]) for row in rows)))

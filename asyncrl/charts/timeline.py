@@ -3,7 +3,8 @@ did meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import altair as alt
 import pyarrow as pa
@@ -32,6 +33,13 @@ WINDOW = 3
 MOST_WINDOWS, MOST_NOTABLE = 40, 10
 """Windows of a page: of its whole run, and of notable steps."""
 ROW_PX, LANE_PX = 8, 18
+END = {"field": "end"}
+TOOLTIP = (
+    {"field": "kind", "type": "nominal", "title": "does"},
+    {"field": "version", "type": "quantitative", "title": "version"},
+    {"field": "seconds", "type": "quantitative", "title": "seconds", "format": ",.3f"},
+    {"field": "note", "type": "nominal", "title": "note"},
+)
 MOST_LABELS = 12
 """Steps of a lane that have their number."""
 THIN = (WAITS, SIBLINGS, BUFFER)
@@ -88,119 +96,137 @@ def drawn(window: Window) -> Chart:
     """The chart of a window."""
     if not window.lanes and not window.bars:
         return missing(TITLE, f"Nothing is recorded of step {window.last_step}.")
+    chart: Chart = alt.VConcatChart.from_dict(specification(window))
+    return chart
+
+
+def specification(window: Window) -> dict[str, Any]:
+    """A window's chart in Vega-Lite, without a theme. Altair's own objects would take a quarter of
+    a second for each window of a page."""
     lanes = [name for name in LANES if any(bar.row == name for bar in window.lanes)]
-    above = _lanes(window, lanes).properties(width=WIDTH, height=LANE_PX * len(lanes))
-    parts = [above]
+    parts = [_lanes(window, lanes)]
     if window.bars:
-        height = max(40, ROW_PX * len(window.names))
-        parts.append(_trajectories(window).properties(width=WIDTH, height=height))
+        parts.append(_trajectories(window))
     said = f"{window.shown} of {window.groups} groups" if window.bars else "no group"
-    title = alt.Title(
-        f"{TITLE}: steps {max(1, window.first_step)} to {window.last_step}",
-        subtitle=f"{said}, a row for each trajectory; a color for each version of the weights",
-    )
-    together: Chart = alt.vconcat(*parts, title=title, spacing=4).resolve_scale(
-        x="shared", color="independent"
-    )
-    return together
-
-
-def _lanes(window: Window, lanes: Sequence[str]) -> Chart:
-    rows = [_row(bar) | {"label": bar.note.removeprefix("step ")} for bar in window.lanes]
-    base = alt.Chart(alt.InlineData(values=rows)).encode(
-        x=_x(labeled=False),
-        y=alt.Y("row:N", sort=list(lanes), scale=alt.Scale(domain=list(lanes)), axis=_names_axis()),
-        tooltip=_tooltip("what"),
-    )
-    layers: list[alt.Chart] = [
-        base.mark_bar(height=LANE_PX - 6, color=BLUE, stroke="white", strokeWidth=0.4)
-        .encode(x2="end:T")
-        .transform_filter("datum.end > datum.start")
-    ]
-    if any(bar.end == bar.start for bar in window.lanes):
-        marks = base.mark_point(color=RED, filled=True, size=40)
-        layers.append(marks.transform_filter("datum.end == datum.start"))
-    if sum(bar.row == STEPS for bar in window.lanes) <= MOST_LABELS:
-        steps = base.transform_filter(f"datum.row == '{STEPS}'")
-        layers.append(
-            steps.mark_text(align="left", dx=3, fontSize=10, color="white").encode(text="label:N")
-        )
-    return alt.layer(*layers)
-
-
-def _trajectories(window: Window) -> Chart:
-    y = alt.Y(
-        "row:Q",
-        axis=None,
-        scale=alt.Scale(domain=[len(window.names) - 0.5, -0.5], nice=False, zero=False),
-    )
-    known = {*THIN, *THICK, GENERATES}
-    lasting = [bar for bar in window.bars if bar.end > bar.start]
-    versions = sorted({bar.version for bar in lasting if bar.version is not None})
-    thick = ROW_PX - 2
-
-    def of(bars: Iterable[Bar], x: str = "start") -> alt.Chart:
-        rows = [_row(bar) | {"name": window.names[int(bar.row)]} for bar in bars]
-        return alt.Chart(alt.InlineData(values=rows)).encode(x=_x(x), y=y, tooltip=_tooltip("name"))
-
-    starts = [_row(bar) for bar in window.lanes if bar.row == STEPS]
-    rules = alt.Chart(alt.InlineData(values=starts)).encode(x=_x())
-    layers = [rules.mark_rule(strokeDash=[2, 3], color=BLUE, opacity=0.7)]
-    if waiting := [bar for bar in lasting if bar.kind in THIN]:
-        layers.append(of(waiting).mark_rule(strokeWidth=1, color=GRAY).encode(x2="end:T"))
-    if generating := [bar for bar in lasting if bar.kind == GENERATES]:
-        made = of(generating).mark_bar(height=thick)
-        layers.append(made.encode(x2="end:T", color=_version_color(versions)))
-    if working := [bar for bar in lasting if bar.kind in THICK]:
-        done = of(working).mark_bar(height=thick - 1)
-        layers.append(done.encode(x2="end:T", color=_kind_color(working)))
-    if trained := [bar for bar in window.bars if bar.kind == BUFFER]:
-        mark = of(trained, "end").mark_point(shape="circle", color=BLUE, filled=True, size=16)
-        layers.append(mark.encode(opacity=alt.value(1)))
-    if lost := [bar for bar in window.bars if bar.kind not in known]:
-        layers.append(of(lost).mark_point(shape="cross", angle=45, color=RED, filled=True, size=40))
-    drawn: Chart = alt.layer(*layers).resolve_scale(color="independent")
-    return drawn
-
-
-def _version_color(versions: Sequence[int]) -> alt.Color:
-    """A color for each version. Neighbors differ, and colors repeat if there are many."""
-    legend = alt.Legend(title="version", orient="right", symbolType="square", symbolLimit=16)
-    return alt.Color("version:N", scale=alt.Scale(domain=list(versions)), legend=legend)
-
-
-def _kind_color(bars: Sequence[Bar]) -> alt.Color:
-    kinds = [kind for kind in THICK if any(bar.kind == kind for bar in bars)]
-    legend = alt.Legend(title=None, orient="right", symbolType="square")
-    scale = alt.Scale(domain=kinds, range=[THICK[kind] for kind in kinds])
-    return alt.Color("kind:N", scale=scale, legend=legend)
-
-
-def _x(field: str = "start", labeled: bool = True) -> alt.X:
-    axis = alt.Axis(format="%H:%M:%S", title="time of day (UTC)", tickCount=6)
-    return alt.X(
-        f"{field}:T",
-        scale=alt.Scale(type="utc", nice=False),
-        axis=axis if labeled else None,
-    )
-
-
-def _names_axis() -> alt.Axis:
-    return alt.Axis(title=None, domain=False, ticks=False, labelPadding=6, grid=False)
-
-
-def _tooltip(name: str) -> list[alt.Tooltip]:
-    return [
-        alt.Tooltip(f"{name}:N", title="what" if name == "what" else "which"),
-        alt.Tooltip("kind:N", title="does"),
-        alt.Tooltip("version:Q", title="version"),
-        alt.Tooltip("seconds:Q", title="seconds", format=",.3f"),
-        alt.Tooltip("note:N", title="note"),
-    ]
-
-
-def _row(bar: Bar) -> dict[str, object]:
     return {
+        "$schema": alt.SCHEMA_URL,
+        "title": {
+            "text": f"{TITLE}: steps {max(1, window.first_step)} to {window.last_step}",
+            "subtitle": f"{said}, a row for each trajectory; a color for each version",
+        },
+        "vconcat": parts,
+        "spacing": 4,
+        "resolve": {"scale": {"x": "shared", "color": "independent"}},
+    }
+
+
+def _lanes(window: Window, lanes: Sequence[str]) -> dict[str, Any]:
+    axis = {"title": None, "domain": False, "ticks": False, "labelPadding": 6, "grid": False}
+    y = {"field": "row", "type": "nominal", "scale": {"domain": list(lanes)}, "axis": axis}
+    lasting = [bar for bar in window.lanes if bar.end > bar.start]
+    moments = [bar for bar in window.lanes if bar.end == bar.start]
+    steps = [bar for bar in window.lanes if bar.row == STEPS]
+    height = LANE_PX - 6
+    bar = {"type": "bar", "height": height, "color": BLUE, "stroke": "white", "strokeWidth": 0.4}
+    layers = [_layer(lasting, bar, y, x=_x(labeled=False), x2=END)]
+    if moments:
+        point = {"type": "point", "color": RED, "filled": True, "size": 40}
+        layers.append(_layer(moments, point, y, x=_x(labeled=False)))
+    if len(steps) <= MOST_LABELS:
+        text = {"type": "text", "align": "left", "dx": 3, "fontSize": 10, "color": "white"}
+        label = {"field": "label", "type": "nominal"}
+        layers.append(_layer(steps, text, y, x=_x(labeled=False), text=label))
+    return {"width": WIDTH, "height": LANE_PX * len(lanes), "layer": layers}
+
+
+def _trajectories(window: Window) -> dict[str, Any]:
+    names = window.names
+    scale = {"domain": [len(names) - 0.5, -0.5], "nice": False, "zero": False}
+    y = {"field": "row", "type": "quantitative", "axis": None, "scale": scale}
+    lasting = [bar for bar in window.bars if bar.end > bar.start]
+    thick = ROW_PX - 2
+    starts = [bar for bar in window.lanes if bar.row == STEPS]
+    rule = {"type": "rule", "strokeDash": [2, 3], "color": BLUE, "opacity": 0.7}
+    layers = [
+        {"data": {"values": [_row(bar) for bar in starts]}, "mark": rule, "encoding": {"x": _x()}}
+    ]
+    if waiting := [bar for bar in lasting if bar.kind in THIN]:
+        line = {"type": "rule", "strokeWidth": 1, "color": GRAY}
+        layers.append(_layer(waiting, line, y, names, x2=END))
+    if made := [bar for bar in lasting if bar.kind == GENERATES]:
+        block = {"type": "bar", "height": thick}
+        layers.append(_layer(made, block, y, names, x2=END, color=_version_color(made)))
+    if working := [bar for bar in lasting if bar.kind in THICK]:
+        block = {"type": "bar", "height": thick - 1}
+        layers.append(_layer(working, block, y, names, x2=END, color=_kind_color(working)))
+    if trained := [bar for bar in window.bars if bar.kind == BUFFER]:
+        mark = {"type": "point", "shape": "circle", "color": BLUE, "filled": True, "size": 16}
+        layers.append(_layer(trained, mark | {"opacity": 1}, y, names, x=_x("end")))
+    known = {*THIN, *THICK, GENERATES}
+    if lost := [bar for bar in window.bars if bar.kind not in known]:
+        mark = {
+            "type": "point",
+            "shape": "cross",
+            "angle": 45,
+            "color": RED,
+            "filled": True,
+            "size": 40,
+        }
+        layers.append(_layer(lost, mark, y, names))
+    return {
+        "width": WIDTH,
+        "height": max(40, ROW_PX * len(names)),
+        "layer": layers,
+        "resolve": {"scale": {"color": "independent"}},
+    }
+
+
+def _layer(
+    bars: Iterable[Bar],
+    mark: Mapping[str, Any],
+    y: Mapping[str, Any],
+    names: Sequence[str] | None = None,
+    **channels: Any,
+) -> dict[str, Any]:
+    """One mark of the chart with its bars.
+
+    Args:
+        names: of the rows, if they are trajectories.
+    """
+    rows = [_row(bar, None if names is None else names[int(bar.row)]) for bar in bars]
+    which = [] if names is None else [{"field": "name", "type": "nominal", "title": "which"}]
+    encoding = {"x": _x(), "y": y, "tooltip": [*which, *TOOLTIP], **channels}
+    return {"data": {"values": rows}, "mark": mark, "encoding": encoding}
+
+
+def _version_color(bars: Sequence[Bar]) -> dict[str, Any]:
+    """A color for each version. Neighbors differ, and colors repeat if there are many."""
+    versions = sorted({bar.version for bar in bars if bar.version is not None})
+    legend = {"title": "version", "orient": "right", "symbolType": "square", "symbolLimit": 16}
+    scale = {"domain": versions}
+    return {"field": "version", "type": "nominal", "scale": scale, "legend": legend}
+
+
+def _kind_color(bars: Sequence[Bar]) -> dict[str, Any]:
+    kinds = [kind for kind in THICK if any(bar.kind == kind for bar in bars)]
+    legend = {"title": None, "orient": "right", "symbolType": "square"}
+    scale = {"domain": kinds, "range": [THICK[kind] for kind in kinds]}
+    return {"field": "kind", "type": "nominal", "scale": scale, "legend": legend}
+
+
+def _x(field: str = "start", labeled: bool = True) -> dict[str, Any]:
+    axis = {"format": "%H:%M:%S", "title": "time of day (UTC)", "tickCount": 6}
+    return {
+        "field": field,
+        "type": "temporal",
+        "scale": {"type": "utc", "nice": False},
+        "axis": axis if labeled else None,
+    }
+
+
+def _row(bar: Bar, name: str | None = None) -> dict[str, object]:
+    named = {} if name is None else {"name": name}
+    return named | {
         "row": bar.row,
         "kind": bar.kind,
         "start": round(1000 * bar.start, 1),
@@ -208,5 +234,5 @@ def _row(bar: Bar) -> dict[str, object]:
         "seconds": round(bar.end - bar.start, 4),
         "version": bar.version,
         "note": bar.note,
-        "what": bar.note,
+        "label": bar.note.removeprefix("step "),
     }

@@ -13,7 +13,7 @@ import pyarrow as pa
 from asyncrl.charts import asynchrony, learning
 from asyncrl.charts.drawing import Chart, theme
 from asyncrl.charts.moments import Moments
-from asyncrl.charts.timeline import ROWS, WINDOW, drawn, windows
+from asyncrl.charts.timeline import ROWS, WINDOW, specification, windows
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.contracts.rows import SCORED_COLUMNS
 from asyncrl.page.chosen import Row, choose
@@ -109,7 +109,7 @@ def _timelines(
     for last in windows(moments, [one["step"] for one in notable]):
         window = moments.window(last - WINDOW + 1, last, ROWS)
         first = max(1, window.first_step)
-        found.append({"first": first, "last": last, "spec": drawn(window).to_dict()})
+        found.append({"first": first, "last": last, "spec": specification(window)})
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import shutil
 import textwrap
 from collections import Counter
@@ -14,10 +16,14 @@ from typing import Any
 from asyncrl.config import ConfigError, OfflineConfig
 from asyncrl.page.verdict import verdict
 from asyncrl.rundir.reader import Run, RunNotFoundError, open_run
+from asyncrl.runtime.redact import shown
 
 MARKS = {"good": "+", "bad": "!", "note": "."}
 LABEL = 12
 MOST_ALARMS = 5
+LONGEST_NAME = 32
+BESIDE = ("alarm", "memory", "error", "failed_sessions")
+"""Events that a run records while it waits."""
 DASH = "-"
 
 
@@ -44,7 +50,8 @@ def status_text(run: Run, now: float, width: int = 0) -> str:
     width = width or shutil.get_terminal_size().columns
     status, records = run.status(), run.records()
     generates = not isinstance(run.settings, OfflineConfig)
-    outcomes = Counter(run.outcomes([])["outcome"].to_pylist())
+    damaged = list[str]()
+    outcomes = Counter(run.outcomes(damaged)["outcome"].to_pylist())
     ago = DASH if status.time is None else f"{age(now - status.time)} ago"
     lines = [
         f"{run.settings.name}: {status.state}, step {status.step:,} of {status.max_steps:,}",
@@ -59,26 +66,29 @@ def status_text(run: Run, now: float, width: int = 0) -> str:
         lines.append(_line("waits for", waiting, width))
     lines += [_line(label, text, width) for label, text in _figures(records)]
     lines += [_line("alarm", text, width) for text in _alarms(records)[-MOST_ALARMS:]]
+    lines += [_line("damaged", said, width) for said in damaged]
     lost = [(name, count) for name, count in outcomes.items() if name != "trained"]
     if lost:
         said = ", ".join(f"{count:,} {name}" for name, count in sorted(lost))
         lines.append(_line("groups", f"{outcomes['trained']:,} trained, {said}", width))
-    lines += ["", _line("look at it", f"asyncrl report {run.directory}", width)]
+    lines += ["", _line("look at it", f"asyncrl report {shlex.quote(str(run.directory))}", width)]
     return "\n".join(lines)
 
 
 def list_text(root: Path, now: float) -> str:
-    """The runs of a folder, the newest first.
+    """The runs of a folder, the newest first. A damaged one is named with what is wrong.
 
     Raises:
         ConfigError: there is no such folder, or it has no run.
     """
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder; name the folder of your runs, such as runs")
-    runs = [found for path in root.iterdir() if (found := _opened(path)) is not None]
-    if not runs:
+    if (root / "config.yaml").is_file():
+        raise ConfigError(f"{root} is one run; use `asyncrl status`, or name the folder above it")
+    found = [run for path in root.iterdir() if (run := _opened(path)) is not None]
+    if not found:
         raise ConfigError(f"{root} has no run; name the folder of your runs, such as runs")
-    listed = [_listed(run, now) for run in sorted(runs, key=_newest, reverse=True)]
+    listed = [_listed(run, now) for run in sorted(found, key=_newest, reverse=True)]
     head = Listed("run", "state", "step", "reward", "held out", "newest")
     rows = [
         (one.name, one.state, one.step, one.reward, one.held_out, one.seen)
@@ -103,10 +113,10 @@ def age(seconds: float) -> str:
 
 
 def _opened(path: Path) -> Run | None:
+    """The run in a folder; None if it is no run."""
     try:
-        run = open_run(path)
-        return run if run.settings else None
-    except (RunNotFoundError, ConfigError, OSError):
+        return open_run(path)
+    except (RunNotFoundError, ConfigError, OSError, RuntimeError):  # also a loop of links
         return None
 
 
@@ -116,15 +126,17 @@ def _newest(run: Run) -> float:
 
 
 def _listed(run: Run, now: float) -> Listed:
+    name = textwrap.shorten(shown(run.directory.name.replace("\n", " ")), LONGEST_NAME)
+    name = name if name != "[...]" else run.directory.name[: LONGEST_NAME - 1] + "…"
     try:
         status, records = run.status(), run.records()
-    except ValueError as error:  # a damaged line of metrics.jsonl
-        said = " ".join(str(error).split())[:40]
-        return Listed(run.directory.name, f"damaged: {said}", DASH, DASH, DASH, DASH)
+    except Exception as error:  # a file that somebody else wrote; the others are listed
+        said = " ".join(str(error).replace(f"{run.directory}/", "").split())
+        return Listed(name, f"damaged: {shown(said[:60])}", DASH, DASH, DASH, DASH)
     reward = _last(records, "step", "reward/mean")
     held_out = _last(records, "evaluation", "eval/accuracy")
     return Listed(
-        run.directory.name,
+        name,
         status.state,
         f"{status.step:,} of {status.max_steps:,}",
         DASH if reward is None else f"{reward:.3g}",
@@ -163,31 +175,29 @@ def _alarms(records: Sequence[dict[str, Any]]) -> list[str]:
     found: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if record["event"] == "alarm":
-            metric = record.get("alarm", "").partition(" = ")[0]
+            metric = str(record.get("alarm") or "").partition(" = ")[0]
             found.setdefault(metric, []).append(record)
     texts = []
     for alarms in sorted(found.values(), key=lambda alarms: alarms[-1]["step"]):
         first, last, count = alarms[0]["step"], alarms[-1]["step"], len(alarms)
         steps = f"step {last:,}" if count == 1 else f"{count} times, steps {first:,} to {last:,}"
-        texts.append(f"{steps}: {alarms[-1].get('alarm', '')}")
+        texts.append(f"{steps}: {alarms[-1].get('alarm') or ''}")
     return texts
 
 
 def _waits(records: Sequence[dict[str, Any]]) -> str:
-    """What the run waits for, if its newest record of progress is older than that of a wait."""
-    for record in reversed(records):
-        if record["event"] == "stall":
-            since = age(record.get("stall_s", 0.0))
-            said = f"{record.get('stage', '')}: {record.get('waits_for', '')}"
-            return f"{said}, for {since} at {_clock(record['time'])}"
-        if record["event"] in ("step", "commit", "evaluation", "startup"):
-            break
-    return ""
+    """What the run waits for and since when, if nothing has happened since it was found."""
+    newest = next((one for one in reversed(records) if one["event"] not in BESIDE), None)
+    if newest is None or newest["event"] != "stall":
+        return ""
+    since = newest["time"] - (newest.get("stall_s") or 0.0)
+    return f"{newest.get('stage', '')}: {newest.get('waits_for', '')}, since {_clock(since)}"
 
 
 def _last(records: Sequence[dict[str, Any]], event: str, name: str) -> float | None:
     for record in reversed(records):
-        if record["event"] == event and isinstance(value := record.get(name), int | float):
+        value = record.get(name)
+        if record["event"] == event and isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     return None
 

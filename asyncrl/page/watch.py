@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import pyarrow as pa
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -35,6 +34,8 @@ from asyncrl.runtime.loopback import LOOPBACK
 
 TOKEN_VARIABLE = "ASYNCRL_WATCH_TOKEN"
 SHORTEST_TOKEN = 16
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses to listen on that are no addresses to open."""
 LOOK_S = 1.0
 """Seconds between two looks at the files."""
 SHARE, LONGEST_REST_S = 10, 60.0
@@ -50,11 +51,19 @@ HEADERS = {
 }
 
 
+class UnreadableRunError(Exception):
+    """The run cannot be read, and could not be before."""
+
+
 class Watched:
     """The values of a run's page, made again when its files change."""
 
-    def __init__(self, run: GrowingRun) -> None:
-        self._run = run
+    def __init__(self, run: GrowingRun, ends: Callable[[], bool]) -> None:
+        """
+        Args:
+            ends: whether the server is about to end, so that nobody may wait.
+        """
+        self._run, self._ends = run, ends
         self._making = asyncio.Lock()
         self._stamp: tuple[object, ...] = ()
         self._rests_until = 0.0
@@ -70,7 +79,7 @@ class Watched:
             await self._look()
             if self.number != have:
                 return True
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or self._ends():
                 return False
             await asyncio.sleep(LOOK_S)
 
@@ -84,11 +93,13 @@ class Watched:
             used = 0.0
             try:
                 values, used = await asyncio.to_thread(_made, self._run)
-            except (ConfigError, OSError, ValueError, pa.ArrowException) as error:
-                # A file that is half written is whole at one of the next looks.
+            except Exception as error:
+                # A file that is half written is whole at one of the next looks. The files are not
+                # ours alone, so anything may be in them.
+                said = " ".join(f"{type(error).__name__}: {error}".split())
                 if not self.values:
-                    raise
-                values = self.values | {"damaged": [" ".join(str(error).split())]}
+                    raise UnreadableRunError(said) from error
+                values = self.values | {"damaged": [said]}
             else:
                 self._stamp = stamp
                 self._run.forget_removed()
@@ -104,21 +115,26 @@ def _made(run: GrowingRun) -> tuple[dict[str, Any], float]:
     return contents(run), time.thread_time() - began
 
 
-def watch_app(run: GrowingRun, token: str, host: str, port: int) -> Starlette:
-    """The server's answers. Each needs the token in its path, and the server's own name."""
-    watched = Watched(run)
-    names = {f"{name}:{port}" for name in ({*LOOPBACK, "[::1]"} if host in LOOPBACK else {host})}
+def watch_app(
+    run: GrowingRun, token: str, host: str, ends: Callable[[], bool] = lambda: False
+) -> Starlette:
+    """The server's answers. Each needs the token in its path. On loopback it also needs a name of
+    loopback as its host: a page of another site may send requests here, under a name of its own.
+
+    Args:
+        ends: see `Watched`.
+    """
+    watched = Watched(run, ends)
 
     def refused(request: Request) -> Response | None:
-        given = request.path_params["token"]
+        given, named = request.path_params["token"], request.headers.get("host", "")
         if not hmac.compare_digest(given.encode(), token.encode()):
-            return PlainTextResponse("There is no such page.", 404)
-        # A page of another site may send requests here, under a name of its own.
-        if host in LOOPBACK and request.headers.get("host") not in names:
-            return PlainTextResponse("This server has another name.", 403)
+            return PlainTextResponse("There is no such page.", 404, HEADERS)
+        if host in LOOPBACK and _host(f"//{named}") not in LOOPBACK:
+            return PlainTextResponse("Open this as localhost.", 403, HEADERS)
         origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-            return PlainTextResponse("Another site may not read this.", 403)
+        if origin is not None and origin.lower() != f"{request.url.scheme}://{named}".lower():
+            return PlainTextResponse("Another site may not read this.", 403, HEADERS)
         return None
 
     async def page(request: Request) -> Response:
@@ -126,23 +142,37 @@ def watch_app(run: GrowingRun, token: str, host: str, port: int) -> Starlette:
             return answer
         try:
             await watched.newer(-1, 0.0)
-        except (ConfigError, OSError, ValueError, pa.ArrowException) as error:
-            return PlainTextResponse(f"The run cannot be read yet: {error}", 503, HEADERS)
+        except UnreadableRunError as error:
+            return PlainTextResponse(f"The run cannot be read: {error}", 503, HEADERS)
         return HTMLResponse(await asyncio.to_thread(html, watched.values), headers=HEADERS)
 
     async def values(request: Request) -> Response:
         if (answer := refused(request)) is not None:
             return answer
         have = request.query_params.get("have", "")
-        if not await watched.newer(int(have) if have.isdecimal() else -1):
-            return Response(status_code=204, headers=HEADERS)
+        known = int(have) if have.isdecimal() and len(have) < 10 else -1
+        try:
+            if not await watched.newer(known):
+                return Response(status_code=204, headers=HEADERS)
+        except UnreadableRunError as error:
+            return PlainTextResponse(f"The run cannot be read: {error}", 503, HEADERS)
         text = json.dumps(watched.values, ensure_ascii=False, allow_nan=False)
         body = await asyncio.to_thread(gzip.compress, text.encode("utf-8", "replace"), 1)
         coded = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         return Response(body, headers=HEADERS | coded)
 
     routes = [Route("/{token}/", page), Route("/{token}/values", values)]
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # it would answer before the token is compared
+    return app
+
+
+def _host(address: str) -> str | None:
+    """The name of a host in lower case, without its port; None if there is none."""
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
 
 
 def chosen_token(host: str) -> str:
@@ -190,10 +220,28 @@ def serve(run: GrowingRun, host: str, port: int, say: Callable[[str], None]) -> 
     token = chosen_token(host)
     with listening(host, port) as server:
         port = server.getsockname()[1]
-        app = watch_app(run, token, host, port)
-        name = f"[{host}]" if ":" in host else host
-        say(f"http://{name}:{port}/{token}/")
-        settings = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        name = socket.gethostname() if host in EVERYWHERE else host
+        name = f"[{name}]" if ":" in name else name
+        # Whoever reads the output need not learn a secret of the user's.
+        path = f"${TOKEN_VARIABLE}" if os.environ.get(TOKEN_VARIABLE) else token
+        _Server(run, token, host, lambda: say(f"http://{name}:{port}/{path}/")).run([server])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, run: GrowingRun, token: str, host: str, started: Callable[[], None]) -> None:
+        app = watch_app(run, token, host, lambda: self.should_exit)
+        patience = 3 * round(LOOK_S)  # for those who wait for something new
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=patience,
+            )
         )
-        uvicorn.Server(settings).run([server])
+        self._told = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._told()

@@ -42,6 +42,8 @@ from asyncrl.runtime.files import parquet
 
 ROUNDING = 1e-3
 """Tolerance above 0 for a log-prob in nats: rounding may exceed 0 for a certain token."""
+CLOCKS_S = 60.0
+"""Seconds by which the clocks of two machines of a run may differ."""
 UNEVEN = "lists of different lengths, or missing values"
 READ = (
     "attempt",
@@ -354,6 +356,8 @@ def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     back = np.asarray(~((started <= finished) & np.isfinite(started) & np.isfinite(finished)))
     if not set(TIME_COLUMNS) <= set(table.column_names):
         return back
+    back |= np.repeat(_far(table, "admitted_at", "started_at"), of_each)
+    back |= np.repeat(_far(table, "finished_at", "scored_at"), of_each)
     columns = [_column(table, name) for name in ("generated_from", "generated_to")]
     counts = [_numbers(pc.fill_null(column.value_lengths(), 0)) for column in columns]
     told = (counts[0] == of_each) & (counts[1] == of_each)
@@ -365,6 +369,17 @@ def _times_that_go_back(table: pa.Table, lengths: np.ndarray) -> np.ndarray:
     mine = np.repeat(told, of_each)
     back[mine] |= ~((started[mine] <= began) & (began <= ended) & (ended <= finished[mine]))
     return np.asarray(back)
+
+
+def _far(table: pa.Table, first: str, second: str) -> np.ndarray:
+    """Groups whose second time is before the first one, by more than the clocks of two machines
+    may differ. A time that is missing counts for nothing."""
+    before, after = (
+        _column(table, name).to_numpy(zero_copy_only=False).astype(float)
+        for name in (first, second)
+    )
+    there = ~_numbers(pc.or_(_column(table, first).is_null(), _column(table, second).is_null()))
+    return np.asarray(there & ~(before <= after + CLOCKS_S))
 
 
 def _not_finite_or_positive_logprobs(table: pa.Table, lengths: np.ndarray) -> np.ndarray:

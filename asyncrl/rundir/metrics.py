@@ -155,8 +155,8 @@ def records_from(directory: Path, start: int) -> Iterator[tuple[dict[str, Any], 
     if not path.exists():
         return
     with open_regular(path) as lines:
-        first = 1 + (lines.read(start).count(b"\n") if start else 0)
-        for number, line in enumerate(lines, start=first):
+        lines.seek(start)
+        for line in lines:
             if not line.endswith(b"\n"):
                 return
             start += len(line)
@@ -164,14 +164,31 @@ def records_from(directory: Path, start: int) -> Iterator[tuple[dict[str, Any], 
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                where = _line_number(path, start)
                 raise ValueError(
-                    f"{path}, line {number} is not a JSON record ({why}); remove that line"
+                    f"{path}, line {where} is not a JSON record ({why}); remove that line"
                 ) from None
-            if not isinstance(record, dict) or "event" not in record:
+            if missing := _missing(record):
                 raise ValueError(
-                    f"{path}, line {number} is a record without an event; remove that line"
+                    f"{path}, line {_line_number(path, start)} is a record without {missing};"
+                    " remove that line"
                 )
             yield record, start
+
+
+def _line_number(path: Path, behind: int) -> int:
+    with open_regular(path) as lines:
+        return lines.read(behind).count(b"\n")
+
+
+def _missing(record: object) -> str:
+    """What a record lacks that every record has; "" if nothing."""
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        return "an event"
+    for name in ("attempt", "step", "version", "time"):
+        if name in record and not _is_number(record[name]):
+            return f"a number as its {name}"
+    return ""
 
 
 def first_entropies(directory: Path, steps: int) -> list[float]:

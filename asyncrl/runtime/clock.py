@@ -12,7 +12,12 @@ _OFFSET = time.time() - time.monotonic()
 def steady_time() -> float:
     """Unix seconds that never decrease within a process, even if the machine's clock is set: the
     wall time at import plus the monotonic time since."""
-    return _OFFSET + time.monotonic()
+    return steady_time_of(time.monotonic())
+
+
+def steady_time_of(monotonic: float) -> float:
+    """`steady_time` at a moment of this machine's monotonic clock, which its processes share."""
+    return _OFFSET + monotonic
 
 
 def process_began() -> float:

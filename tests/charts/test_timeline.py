@@ -69,26 +69,26 @@ def test_a_trajectory_changes_its_color_when_its_replica_had_the_next_version(
     ]
 
 
-def test_a_moment_that_was_not_recorded_is_in_proportion_and_said(moments: Moments) -> None:
+def test_a_moment_that_contradicts_the_spans_is_in_proportion_and_said(moments: Moments) -> None:
     """Version 5 came before group 13 began, which its spans contradict."""
     window = moments.window(6, 6, 100)
     row = window.names.index("group 13, trajectory 1")
     first, second = [bar for bar in window.bars if bar.row == row and bar.kind == GENERATES]
     assert first.end == second.start == pytest.approx(23.2 + 0.8 / 3)
-    assert "not recorded" in first.note and "not recorded" not in second.note
+    assert "contradict" in first.note and "guess" not in second.note
 
 
 def test_lanes_have_the_steps_and_pauses_of_the_window(moments: Moments) -> None:
     window = moments.window(5, 6, 100)
     steps = [(bar.start, bar.end) for bar in window.lanes if bar.row == STEPS]
     assert (24.0, 24.5) in steps and (26.0, 26.5) in steps
-    assert (22.5, 22.6) in [(bar.start, bar.end) for bar in window.lanes if bar.row == PAUSES]
+    assert (22.5, 22.7) in [(bar.start, bar.end) for bar in window.lanes if bar.row == PAUSES]
 
 
 def test_a_lost_group_is_marked_with_its_reason(tmp_path: Path) -> None:
     lost = groups_to_table([replace(small_group(12, 4), scored_at=23.5)])
     outcomes = pa.Table.from_pylist(
-        [{"attempt": 0, "ordinal": 12, "outcome": "dropped", "reason": "stale", "step": None}],
+        [{"attempt": 0, "ordinal": 12, "outcome": "dropped", "reason": "stale", "step": 7}],
         pa.schema(
             [
                 ("attempt", pa.int32()),
@@ -99,11 +99,49 @@ def test_a_lost_group_is_marked_with_its_reason(tmp_path: Path) -> None:
             ]
         ),
     )
-    step = {"event": "step", "step": 7, "version": 7, "time/started_at": 22.0, "time/step_s": 3.0}
+    step = {"event": "step", "attempt": 0, "step": 7, "version": 7, "time/started_at": 99.0}
     window = Moments(lost, outcomes, pa.Table.from_pylist([step])).window(7, 7, 10)
     assert [(bar.kind, bar.note) for bar in window.bars if bar.start == bar.end == 23.5] == [
-        ("dropped", "dropped: stale")
+        ("dropped", "dropped by step 7: stale")
     ] * 2
+
+
+def test_a_step_that_an_attempt_repeated_has_the_newest_ones_groups() -> None:
+    """Attempt 0 trained step 5 at 103, and attempt 1 trained it again at 1003."""
+    made = [replace(small_group(10, 3, attempt), finished_at=21.0) for attempt in (0, 1)]
+    ended = [
+        {
+            "attempt": at,
+            "ordinal": 10,
+            "outcome": "trained",
+            "reason": "",
+            "step": 5,
+            "ended_in": at,
+        }
+        for at in (0, 1)
+    ]
+    steps = [
+        {"event": "step", "attempt": at, "step": 5, "version": 5, "time/started_at": began}
+        for at, began in ((0, 103.0), (1, 1003.0))
+    ]
+    tables = (groups_to_table(made), pa.Table.from_pylist(ended), pa.Table.from_pylist(steps))
+    window = Moments(*tables).window(5, 5, 10)
+    assert window.names == [f"group 10 of attempt 1, trajectory {index}" for index in (0, 1)]
+    assert {bar.end for bar in window.bars if bar.kind == BUFFER} == {1003.0}
+
+
+def test_a_group_without_an_end_is_not_lost() -> None:
+    ended = {"attempt": 0, "ordinal": 12, "outcome": "waiting", "reason": "", "step": 7}
+    step = {"event": "step", "attempt": 0, "step": 7, "version": 7, "time/started_at": 99.0}
+    tables = (groups_to_table([small_group(12, 4)]), pa.Table.from_pylist([ended]))
+    assert Moments(*tables, pa.Table.from_pylist([step])).window(7, 7, 10).groups == 0
+
+
+def test_a_recorded_moment_bounds_a_guess() -> None:
+    spans = [{"version": at, "start": 4 * at, "end": 4 * at + 4} for at in (1, 2, 3)]
+    first, second, third = _by_version(0, 1.0, 13.0, spans, {3: 4.0})
+    assert (first.end, second.end, third.end) == (4.0, 4.0, 13.0)
+    assert "was not recorded" in first.note and "guess" not in second.note
 
 
 def test_turns_of_a_session_have_the_environment_between_them() -> None:
@@ -124,7 +162,7 @@ def test_turns_of_a_session_have_the_environment_between_them() -> None:
     }
     rows = {"attempt": 0, "ordinal": 3, "outcome": "trained", "reason": "", "step": 1}
     push = {"event": "push", "attempt": 0, "replica": "a", "version": 2, "weights/applied_at": 7.5}
-    step = {"event": "step", "step": 1, "version": 1, "time/started_at": 10.0, "time/step_s": 1.0}
+    step = {"event": "step", "attempt": 0, "step": 1, "version": 1, "time/started_at": 10.0}
     records = pa.Table.from_pylist([push | dict.fromkeys(step.keys() - push.keys()), step])
     window = Moments(pa.Table.from_pylist([session]), pa.Table.from_pylist([rows]), records).window(
         1, 1, 10
@@ -153,13 +191,19 @@ def test_a_request_that_came_during_a_pause_waits_for_its_version() -> None:
 
 def test_more_groups_than_rows_are_chosen_evenly_and_counted(moments: Moments) -> None:
     window = moments.window(1, 6, 6)
-    assert (window.shown, window.groups, len(window.names)) == (3, 12, 6)
+    assert (window.shown, window.groups, len(window.names)) == (3, 13, 6)
 
 
 def test_windows_cover_a_short_run_and_spread_over_a_long_one(run: asyncrl.Run) -> None:
     assert windows(Moments(run.groups(), run.outcomes(), run.metrics)) == [WINDOW, 6]
     steps = [
-        {"event": "step", "step": step, "version": step, "time/started_at": float(step)}
+        {
+            "event": "step",
+            "attempt": 0,
+            "step": step,
+            "version": step,
+            "time/started_at": 1.0 + step,
+        }
         for step in range(1, 1001)
     ]
     long = Moments(run.groups(), run.outcomes(), pa.Table.from_pylist(steps))

@@ -247,7 +247,8 @@ def assert_times_fit(answer: Any, version: int, timings: Any) -> None:
         newest = completion.versions[-1].version
         assert (ended > timings["applied_at"]) == (newest == version)
         if {span.version for span in completion.versions} != {newest}:
-            assert began < timings["paused_at"]
+            assert began < timings["applied_at"]
+        assert timings["paused_at"] < timings["applied_at"]
 
 
 async def test_a_rest_keeps_completions_and_takes_a_version(

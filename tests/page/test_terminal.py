@@ -55,29 +55,58 @@ def test_alarms_of_one_metric_are_one_line_and_lines_fit(runs: Path, width: int)
     assert all(str(runs) in line for line in long)
 
 
-def test_a_run_that_waits_says_for_what_until_it_goes_on(runs: Path) -> None:
-    from asyncrl.page.terminal import _waits
-
+def test_a_run_that_waits_says_for_what_until_it_goes_on(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = runs / "small"
     add(run, "stall", 6, stage="generation", waits_for="replica a", stall_s=61.0)
-    assert _waits(asyncrl.open_run(run).records()).startswith(
-        "generation: replica a, for 1 min 1 s"
-    )
-    add(run, "step", 7)
-    assert _waits(asyncrl.open_run(run).records()) == ""
+    add(run, "alarm", 6, alarm="entropy = 0 is below 1")
+    assert "waits for" not in screen(run), "it has ended"
+    monkeypatch.setattr("asyncrl.rundir.reader.is_locked", lambda directory: True)
+    assert "waits for   generation: replica a, since " in screen(run)
+    add(run, "checkpoint", 6)
+    assert "waits for" not in screen(run)
+
+
+def test_a_screen_names_damaged_files_and_quotes_its_command(tmp_path: Path) -> None:
+    run = write_small_run(tmp_path / "my run")
+    for path in (run / "outcomes").iterdir():
+        path.write_bytes(b"x")
+    text = " ".join(screen(run).split())
+    assert "damaged outcomes/" in text and f"asyncrl report '{run}'" in text
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event": "x", "attempt": null}', '{"event": "x", "version": "1"}', "[]", "{}"]
+)
+def test_a_record_that_is_none_is_named(
+    runs: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    with (runs / "small" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["status", str(runs / "small")])
+    assert ended.value.code == 2 and "remove that line" in capsys.readouterr().err
+    assert "damaged: " in list_text(runs, 0.0)
 
 
 def test_the_list_has_each_run_and_the_newest_first(runs: Path) -> None:
     shutil.copytree(runs / "small", runs / "other")
     add(runs / "other", "step", 5, **{"reward/mean": 0.25})
     (runs / "no_run").mkdir()
+    (runs / "loop").symlink_to(runs / "loop")
+    shutil.copytree(runs / "small", runs / "old")
+    (runs / "old" / "config.yaml").write_text("max_steps: [\n")
+    shutil.copytree(runs / "small", runs / ("long" * 40))
+    shutil.copytree(runs / "small", runs / "two\nlines")
     damaged = runs / "damaged"
     shutil.copytree(runs / "small", damaged)
     (damaged / "metrics.jsonl").write_text("{\n{}\n")
     text = list_text(runs, 0.0)
     head, *rows = text.splitlines()
     assert head.split() == ["run", "state", "step", "reward", "held", "out", "newest"]
-    assert sorted(row.split()[0] for row in rows) == ["damaged", "other", "small"]
+    assert len(rows) == 6 and max(map(len, text.splitlines())) < 140
+    assert "old" in [row.split()[0] for row in rows if "damaged: " in row]
     other = next(row for row in rows if row.startswith("other"))
     assert "0.25" in other and "90.0%" in other and "damaged: " in text
 
@@ -97,6 +126,8 @@ def test_the_commands_print_and_refuse(
     assert ended("status", str(runs / "small"))[0] == 0
     code, text = ended("ls", str(runs / "nothing"))
     assert code == 2 and "is no folder" in text
+    code, text = ended("ls", str(runs / "small"))
+    assert code == 2 and "is one run" in text
     code, text = ended("ls", str(runs / "small" / "groups"))
     assert code == 2 and "has no run" in text
     code, text = ended("status", str(runs / "nothing"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.contracts.messages import EngineLoad
-from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.clock import steady_time_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_PARTS = 64
 """Parts in which vLLM may return the completions of one message, 128 at a time."""
+LAST_TOKEN = "last_token_ts"
 QUIET_MESSAGES = 2
 """Messages after which vLLM has finished reporting preemptions of recomputed requests. vLLM
 schedules the next step while one runs."""
@@ -153,11 +155,10 @@ class EngineStats:
         return [times[index] for index in range(len(lengths))]
 
     def _count_ended(self, iteration: IterationStats) -> None:
-        """An engine holds no last token, so the message comes when the completion ends."""
-        now = steady_time()
         for one in iteration.finished_requests:
             if (ended := self._ended.get(one.request_id or "")) is not None:
-                ended.append((one.num_generation_tokens, now - one.inference_time, now))
+                last = steady_time_of(getattr(one, LAST_TOKEN))
+                ended.append((one.num_generation_tokens, last - one.inference_time, last))
 
     def _count_gap(self, tokens: int, scheduler: SchedulerStats | None) -> None:
         now = time.monotonic()
@@ -169,10 +170,30 @@ class EngineStats:
             self._last_tokens_at = None
 
 
+def keep_last_tokens() -> None:
+    """Make vLLM keep when each ended completion had its last token, by the monotonic clock. It
+    knows that of every completion, and passes on differences only. A second call has no effect."""
+    from vllm.v1.metrics.stats import IterationStats
+
+    original = IterationStats.update_from_finished_request
+    if getattr(original, LAST_TOKEN, False):
+        return
+
+    @functools.wraps(original)
+    def update(self: IterationStats, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        setattr(self.finished_requests[-1], LAST_TOKEN, named["req_stats"].last_token_ts)
+
+    setattr(update, LAST_TOKEN, True)
+    IterationStats.update_from_finished_request = update  # type: ignore[method-assign]
+
+
 def stat_logger(stats: EngineStats, updating: Callable[[], bool]) -> type[StatLoggerBase]:
     """A vLLM stat logger that counts into `stats`. It also counts the tokens of unfinished
     completions, which vLLM does not return before their end."""
     from vllm.v1.metrics.loggers import StatLoggerBase
+
+    keep_last_tokens()
 
     class StepCounter(StatLoggerBase):
         def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None: ...

@@ -115,10 +115,10 @@ class EngineUpdates:
     async def _paused(self, work: Callable[[], Awaitable[None]], failure: str) -> dict[str, float]:
         # New requests wait: they would be salted and counted under the old version.
         self._state.opened.clear()
-        started = time.monotonic()
+        started, paused_at = time.monotonic(), steady_time()
         with self._state.unusable_after(failure):
             in_flight = await self._rest.pause()
-            paused, paused_at = time.monotonic(), steady_time()
+            paused = time.monotonic()
             await work()
             applied, applied_at = time.monotonic(), steady_time()
             if not self._rest.rests:

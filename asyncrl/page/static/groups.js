@@ -12,7 +12,8 @@ const SORTS = {
 };
 
 /** The list. `state` keeps filter and order while the page is open. */
-export function groupList(values, state, open) {
+export function groupList(newest, state, open) {
+  const values = { ...newest }; // a live page gets newer ones, whose groups have other places
   const { groups } = values;
   const outcomes = [...new Set(groups.outcome)].sort();
   const list = el("div", { class: "list", tabindex: "0", role: "listbox", "aria-label": "groups" });
