@@ -12,7 +12,8 @@ from asyncrl.charts import Chart, compared, picture
 from asyncrl.rundir import RunNotFoundError, open_run
 from jobs.smollm.seeds import RUNS
 
-FIRST = "smollm-seed-0"
+FIRST, TOOLS = "smollm-seed-0", "smollm-tools"
+TIMELINE = "look_into_a_run_timeline"
 
 
 def main(runs_root: str, folder: str) -> None:
@@ -32,6 +33,8 @@ def main(runs_root: str, folder: str) -> None:
         "real_model_waits": first.charts.waits(),
         "real_model_staleness": first.charts.staleness(),
     }
+    if (root / TOOLS / "hf").exists():
+        drawn[TIMELINE] = open_run(root / TOOLS).charts.timeline(step=4)
     for name, chart in drawn.items():
         for suffix, dark in (("", False), ("_dark", True)):
             path = Path(folder) / f"{name}{suffix}.svg"
