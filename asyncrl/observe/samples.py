@@ -104,7 +104,8 @@ def _sample_text(row: SampleRow) -> str:
         reward += f", greedy completion {_known(row['baseline_reward'])}"
     if row.get("advantage") is not None:
         reward += f", advantage {_known(row['advantage'])}"
-    head = [f"── {', '.join(facts)}", f"── {reward}", f"── {page_link(row)}", *_turn_lines(row)]
+    head = [f"── {', '.join(facts)}", f"── {reward}", *_turn_lines(row)]
+    head.append(f"── {page_link(row)}")
     messages = row.get("session_messages")
     if messages is None:
         shown_texts = [("prompt:", row["prompt_text"]), ("completion:", row["completion"])]

@@ -168,10 +168,10 @@ def records_from(directory: Path, start: int) -> Iterator[tuple[dict[str, Any], 
                 raise ValueError(
                     f"{path}, line {where} is not a JSON record ({why}); remove that line"
                 ) from None
-            if missing := _missing(record):
+            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise ValueError(
-                    f"{path}, line {_line_number(path, start)} is a record without {missing};"
-                    " remove that line"
+                    f"{path}, line {_line_number(path, start)} is a record without an event; remove"
+                    " that line"
                 )
             yield record, start
 
@@ -181,14 +181,15 @@ def _line_number(path: Path, behind: int) -> int:
         return lines.read(behind).count(b"\n")
 
 
-def _missing(record: object) -> str:
-    """What a record lacks that every record has; "" if nothing."""
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-        return "an event"
-    for name in ("attempt", "step", "version", "time"):
-        if name in record and not _is_number(record[name]):
-            return f"a number as its {name}"
-    return ""
+def refuse_odd(records: Sequence[Mapping[str, Any]], directory: Path) -> None:
+    """Raise ValueError if a record lacks what every record has. `asyncrl audit` counts these."""
+    for number, record in enumerate(records, start=1):
+        for name in ("attempt", "step", "version", "time"):
+            if not _is_number(record.get(name)):
+                raise ValueError(
+                    f"{directory / METRICS_FILE}, line {number} is a record without a number as its"
+                    f" {name}; remove that line"
+                )
 
 
 def first_entropies(directory: Path, steps: int) -> list[float]:

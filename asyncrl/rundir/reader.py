@@ -31,7 +31,7 @@ from asyncrl.contracts.rows import (
     TURN_ADVANTAGE_COLUMN,
     TURN_COLUMNS,
 )
-from asyncrl.rundir.metrics import read_metrics
+from asyncrl.rundir.metrics import read_metrics, refuse_odd
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
 from asyncrl.runtime.files import parquet
@@ -151,11 +151,12 @@ class Run:
         """Phase, step and versions, from the records of the newest attempt, and whether the run
         still runs."""
         records = self.records()
+        refuse_odd(records, self.directory)
         last = records[-1] if records else {}
         records = [
             record
             for record in records
-            if record.get("attempt") == last.get("attempt") and record["event"] != "warm_start"
+            if record["attempt"] == last["attempt"] and record["event"] != "warm_start"
         ]
         committed = max(
             (record["version"] for record in records if record["event"] == "commit"), default=None

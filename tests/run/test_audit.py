@@ -761,7 +761,7 @@ def test_a_run_with_baselines_passes_until_they_are_falsified(tmp_path, no_threa
         ("generated_to", lambda values: None, "times that go back"),
         ("admitted_at", lambda value: value + 90, "times that go back"),
         ("admitted_at", lambda value: float("nan"), "times that go back"),
-        ("scored_at", lambda value: 0.0, "times that go back"),
+        ("scored_at", lambda value: value - 90, "times that go back"),
     ],
 )
 def test_values_that_asyncrl_cannot_have_written(run, name, new, fault):

@@ -47,7 +47,7 @@ class Answered(NamedTuple):
     completions: tuple[Completion, ...]
     cached_tokens: tuple[int, ...]
     """For each of them, see `Generated.cached_tokens`."""
-    times: tuple[tuple[float, float], ...]
+    times: tuple[tuple[float, float], ...] = ()
     """For each of them, see `Generated.times`; or none."""
 
 
