@@ -157,18 +157,18 @@ def test_a_turn_reads_only_what_is_new(
 ) -> None:
     model = load_reference(untied_model)
     cached.update(disturbed(model, 1))
-    (first,), found = cached.answer(TURN)
+    (first,), found, _ = cached.answer(TURN)
     assert found == (0,)
     second = next_turn(TURN, first, 7)
-    (after,), found = cached.answer(second)
+    (after,), found, _ = cached.answer(second)
     assert found == (96,), "three whole blocks of 70 + 40 - 1 tokens"
-    (alone,), nothing = cached.answer(replace(second, session=None))
-    (other,), of_other = cached.answer(replace(second, session="t"))
+    (alone,), nothing, _ = cached.answer(replace(second, session=None))
+    (other,), of_other, _ = cached.answer(replace(second, session="t"))
     assert nothing == of_other == (0,)
     assert after.token_ids == alone.token_ids == other.token_ids
     assert after.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
     assert apart(model, second, after) <= TOLERANCE
-    branches, found = cached.answer(replace(second, n=3, seed=8))
+    branches, found, _ = cached.answer(replace(second, n=3, seed=8))
     assert found == (128,) * 3, "130 prompt tokens, and their last one is always computed"
     for branch in branches:
         assert apart(model, second, branch) <= TOLERANCE
@@ -180,11 +180,11 @@ def test_nothing_is_reused_after_an_update(
 ) -> None:
     model = load_reference(untied_model)
     cached.update(disturbed(model, 1))
-    (first,), _ = cached.answer(TURN)
+    (first,), _, _ = cached.answer(TURN)
     second = next_turn(TURN, first, 7)
     cached.answer(second)
     version, _ = cached.update(disturbed(model, 2))
-    (after,), found = cached.answer(second)
+    (after,), found, _ = cached.answer(second)
     assert found == (0,) and versions(after) == [version]
     assert apart(model, second, after) <= TOLERANCE
     assert cached.answer(second)[1] == (128,)
@@ -196,17 +196,17 @@ def test_a_turn_in_the_queue_over_an_update_reads_everything_again(
     """vLLM looks for its blocks when it is scheduled, which is after the update."""
     model = load_reference(untied_model)
     cached.update(disturbed(model, 1))
-    (first,), _ = cached.answer(TURN)
+    (first,), _, _ = cached.answer(TURN)
     second = next_turn(TURN, first, 7)
     assert cached.answer(second)[1] == (96,)
     other = replace(TURN, session="u", seed=9)
     cached.answer(other)
     assert cached.answer(other)[1] == (64,)
     version, (long, mine, again) = cached.update(disturbed(model, 3), SLOTS, second, other)
-    for (completion,), _ in long:
+    for (completion,), *_ in long:
         assert versions(completion) == [version - 1, version], "the engine was not full"
     assert again == 2
-    for request, ((completion,), found) in zip((second, other), mine, strict=True):
+    for request, ((completion,), found, _) in zip((second, other), mine, strict=True):
         assert found == (0,) and versions(completion) == [version]
         assert apart(model, request, completion) <= TOLERANCE
 
@@ -217,10 +217,10 @@ def test_a_turn_after_one_that_an_update_crossed_finds_nothing_of_it(
     model = load_reference(untied_model)
     cached.update(disturbed(model, 1))
     crossing = replace(TURN, max_tokens=100)
-    version, (_, [((first,), _)], again) = cached.update(disturbed(model, 4), 0, crossing)
+    version, (_, [((first,), *_)], again) = cached.update(disturbed(model, 4), 0, crossing)
     assert versions(first) == [version - 1, version] and again == 0
     second = next_turn(TURN, first, 7)
-    (after,), found = cached.answer(second)
+    (after,), found, _ = cached.answer(second)
     assert found == (0,) and versions(after) == [version]
     assert apart(model, second, after) <= TOLERANCE
 
