@@ -126,8 +126,8 @@ def _newest(run: Run) -> float:
 
 
 def _listed(run: Run, now: float) -> Listed:
-    name = textwrap.shorten(shown(run.directory.name.replace("\n", " ")), LONGEST_NAME)
-    name = name if name != "[...]" else run.directory.name[: LONGEST_NAME - 1] + "…"
+    name = shown(" ".join(run.directory.name.split()))
+    name = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
     try:
         status, records = run.status(), run.records()
     except Exception as error:  # a file that somebody else wrote; the others are listed
