@@ -16,7 +16,7 @@ def test_a_process_that_ends_between_two_calls_is_counted():
     before = cpu_seconds(me)
     subprocess.run([sys.executable, "-c", BURN], check=True)
     used = cpu_seconds_between(before, cpu_seconds(me))
-    assert sum(used.values()) >= 0.29
+    assert sum(used.values()) > 0.25  # the kernel counts in ticks of 0.01 s, for user and system
 
 
 def test_a_process_that_runs_has_its_own_name():
