@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from asyncrl.contracts.messages import PushReport, Scored, StepResult, TrajectoryText
 from asyncrl.contracts.outcomes import Outcome
@@ -43,6 +43,15 @@ class Recorder(Protocol):
         ...
 
 
+class BatchExample(NamedTuple):
+    """A trajectory of a batch that people see."""
+
+    text: TrajectoryText
+    staleness: int
+    ordinal: int
+    """Of its group."""
+
+
 @dataclass(slots=True)
 class RunProgress:
     """The state of a run that the live table shows."""
@@ -60,10 +69,11 @@ class RunProgress:
     """Groups and evaluation completions that ended with an unexpected exception."""
     learner_waited_s: float = 0.0
     generators_waited_s: float = 0.0
-    examples: tuple[tuple[TrajectoryText, int], ...] = ()
-    """Examples of the last batch's groups, with their staleness."""
-    rewards: tuple[float, ...] = ()
-    """Rewards of the last batch's usable trajectories."""
+    examples: tuple[BatchExample, ...] = ()
+    """Examples of the last batch's groups."""
+    distributions: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Of the last batch: the rewards of its usable trajectories, the tokens of its completions, and
+    the staleness of its groups."""
     ended: dict[str, int] = field(default_factory=dict)
     """Outcome → groups."""
 
@@ -242,11 +252,15 @@ class Bookkeeping:
             progress.trained_tokens += int(result.metrics.get("tokens", of_batch))
         found = batch_metrics(batch, trained_at, staleness, max_staleness)
         progress.examples = tuple(
-            (scored.example, stale)
+            BatchExample(scored.example, stale, scored.ordinal)
             for scored, stale in zip(batch, staleness, strict=True)
             if scored.example is not None
         )
-        progress.rewards = tuple(reward for scored in batch for reward in scored.rewards)
+        progress.distributions = {
+            "rewards": tuple(reward for scored in batch for reward in scored.rewards),
+            "completion_tokens": tuple(length for scored in batch for length in scored.lengths),
+            "staleness": tuple(staleness),
+        }
         return {**result.metrics, **found}
 
     def since_last_step(self) -> dict[str, object]:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 
-from asyncrl.contracts.messages import ReplicaStatus, TrajectoryText
+from asyncrl.contracts.messages import ReplicaStatus
 from asyncrl.contracts.outcomes import Outcome
 from asyncrl.contracts.protocols import TableRow
+from asyncrl.control.bookkeeping import BatchExample
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.alarms import Alarms
 from asyncrl.observe.failed_sessions import FailureNotes
@@ -83,7 +84,7 @@ class RunRecorder:
         self.live.recorded(event, version, metrics)
         every = self.live.spec.observe.completions_every
         if event == "step" and every and step % every == 0:
-            self.writer.show_batch(step, self.live.rewards(), self.live.rows())
+            self.writer.show_batch(step, self.live.distributions(), self.live.rows())
         if event in ("step", "evaluation"):
             self._raise_alarms(step, version, metrics)
         if event == "kept_batch":
@@ -147,7 +148,7 @@ class Live:
         self._engine_tokens: dict[str, int] = {}
         """Replica → tokens that its engine has generated."""
         self._shared = SharedText()
-        self._shown: Sequence[tuple[TrajectoryText, int]] = ()
+        self._shown: Sequence[BatchExample] = ()
 
     def phase(self, name: str) -> None:
         """Begin a phase, and add the seconds of the previous one to `phases`."""
@@ -270,41 +271,40 @@ class Live:
         lag, self._lag = self._lag, 0.0
         return lag
 
-    def rewards(self) -> Sequence[float]:
-        """The rewards of the last batch."""
-        return self._coordinator.progress.rewards if self._coordinator is not None else ()
+    def distributions(self) -> Mapping[str, Sequence[float]]:
+        """Values of the last batch, for the sinks' histograms."""
+        return self._coordinator.progress.distributions if self._coordinator is not None else {}
 
     def rows(self) -> list[TableRow]:
         """Some trajectories of the last batch, for the sinks."""
         examples = self._coordinator.progress.examples if self._coordinator is not None else ()
-        return [self._row(example, staleness) for example, staleness in examples[:MOST_ROWS]]
+        return [self._row(example) for example in examples[:MOST_ROWS]]
 
-    def _row(self, example: TrajectoryText, staleness: int) -> TableRow:
+    def _row(self, example: BatchExample) -> TableRow:
+        text = example.text
         parts = {
-            f"reward/{name}": example.reward_parts.get(name) for name in self.spec.reward.functions
-        }
-        texts = {
-            "prompt": shown(example.prompt)[:MOST_CHARACTERS],
-            "completion": shown(example.completion)[:MOST_CHARACTERS],
+            f"reward/{name}": text.reward_parts.get(name) for name in self.spec.reward.functions
         }
         return {
-            **texts,
-            "reward": example.reward,
+            "prompt": shown(text.prompt)[:MOST_CHARACTERS],
+            "completion": shown(text.completion)[:MOST_CHARACTERS],
+            "reward": text.reward,
             **parts,
-            "version": example.version,
-            "staleness": staleness,
+            "version": text.version,
+            "staleness": example.staleness,
+            "group": example.ordinal,
         }
 
-    def _show_sample(self, examples: Sequence[tuple[TrajectoryText, int]]) -> None:
+    def _show_sample(self, examples: Sequence[BatchExample]) -> None:
         """Show the first trajectory of a new batch."""
         if not examples or examples is self._shown:
             return
         self._shown = examples
         # Redacted before the shared text is cut off: half a secret is not recognized.
-        prompts = redact_all([example.prompt for example, _ in examples])
+        prompts = redact_all([example.text.prompt for example in examples])
         for prompt in prompts:
             self._shared.add(prompt)
-        sample, progress = examples[0][0], self.progress
+        sample, progress = examples[0].text, self.progress
         progress.prompt, progress.completion = self._shared.without(prompts[0]), sample.completion
         progress.sample_reward, progress.sample_parts = sample.reward, sample.reward_parts
 

@@ -1,5 +1,5 @@
-"""Metric sinks in addition to metrics.jsonl: TensorBoard always; Weights & Biases, MLflow and
-trackio if they are configured and installed."""
+"""Metric sinks in addition to metrics.jsonl: TensorBoard and Ray's metrics always; Weights &
+Biases, MLflow and trackio if they are configured and installed."""
 
 from __future__ import annotations
 
@@ -158,6 +158,9 @@ class WandbSink:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        self._tables: dict[str, wandb.Table] = {}
+        """The tables so far. W&B shows the last table of a name, so each grows and keeps all
+        rows."""
 
     def add(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         self._run.log({**scalars, "step": step})
@@ -170,9 +173,13 @@ class WandbSink:
     def add_table(self, step: int, now: float, name: str, rows: Sequence[TableRow]) -> None:
         import wandb
 
-        table = wandb.Table(
-            columns=list(rows[0]), data=[list(row.values()) for row in rows], allow_mixed_types=True
-        )
+        if name not in self._tables:
+            self._tables[name] = wandb.Table(
+                columns=list(rows[0]), allow_mixed_types=True, log_mode="INCREMENTAL"
+            )
+        table = self._tables[name]
+        for row in rows:
+            table.add_data(*row.values())
         self._run.log({name: table, "step": step})
 
     def close(self, failed: bool = False) -> None:
@@ -371,7 +378,9 @@ def wandb_asks_for_a_key(names: Sequence[str], variables: Mapping[str, str]) -> 
 
 
 def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
-    """TensorBoard, and the sinks in `names`."""
+    """TensorBoard, Ray's metrics, and the sinks in `names`."""
+    from asyncrl.observe.ray_metrics import RayMetricsSink  # Ray takes a second to import
+
     makers: dict[str, Callable[[], Sink]] = {name: partial(PACKAGES[name], run) for name in names}
     if "wandb" in makers and "wandb" not in sys.modules:
         # Importing wandb creates temporary folders. It is imported here and not in the thread, so
@@ -381,6 +390,7 @@ def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
             importlib.import_module("wandb")
     return [
         TensorBoardSink(run.directory / "tensorboard" / run.name),
+        RayMetricsSink(run.name),
         *([Background(makers)] if makers else []),
     ]
 

@@ -113,11 +113,16 @@ class MetricsWriter:
                 )
         return record
 
-    def show_batch(self, step: int, rewards: Sequence[float], rows: Sequence[TableRow]) -> None:
-        """Pass a batch's reward distribution and sample trajectories to the sinks."""
+    def show_batch(
+        self, step: int, distributions: Mapping[str, Sequence[float]], rows: Sequence[TableRow]
+    ) -> None:
+        """Pass a batch to the sinks: histograms of values by name, and sample trajectories as the
+        table `completions`, each with the step."""
+        rows = [{"step": step, **row} for row in rows]
         for sink in self._sinks:
-            if rewards:
-                sink.add_histogram(step, steady_time(), "rewards", rewards)
+            for name, values in distributions.items():
+                if values:
+                    sink.add_histogram(step, steady_time(), name, values)
             if rows:
                 sink.add_table(step, steady_time(), "completions", rows)
 

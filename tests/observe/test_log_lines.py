@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 from small_config import small_config
 
 from asyncrl.contracts.messages import TrajectoryText
-from asyncrl.control.bookkeeping import RunProgress
+from asyncrl.control.bookkeeping import BatchExample, RunProgress
 from asyncrl.control.coordinator import Coordinator
 from asyncrl.observe.live import Live, RunRecorder
 from asyncrl.observe.log_lines import record_line
@@ -163,7 +163,8 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
     config = small_config(max_steps=20, observe={"completions_every": 3})
     name = next(iter(config.reward.functions))
     example = TrajectoryText("say correct-horse-battery", "x\x1b" * 10_000, 0.5, {name: 0.25}, 2)
-    seen = RunProgress(examples=((example, 1),) * 40, rewards=(0.5, 1.0))
+    shown = {"rewards": (0.5, 1.0), "completion_tokens": (3, 4), "staleness": (1,)}
+    seen = RunProgress(examples=(BatchExample(example, 1, 17),) * 40, distributions=shown)
     coordinator = create_autospec(Coordinator, instance=True, progress=seen, first_version=3)
     sink = FakeSink()
     with MetricsWriter(tmp_path, sinks=[sink]) as writer:
@@ -175,7 +176,8 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
         for step in (4, 5, 6, 7):
             recorder.record("step", step, step, {"applied": 1.0})
         recorder.record("commit", 6, 6, {})
-    assert sink.histograms == [(6, "rewards", (0.5, 1.0))] and sink.closed is False
+    assert sink.histograms == [(6, name_, values) for name_, values in shown.items()]
+    assert sink.closed is False
     ((step, table, rows),) = sink.tables
     assert (step, table) == (6, "completions")
     assert (
@@ -189,4 +191,6 @@ def test_the_sinks_get_completions_and_rewards_every_few_steps(tmp_path, monkeyp
         rows[0][f"reward/{name}"],
         rows[0]["version"],
         rows[0]["staleness"],
-    ) == (0.5, 0.25, 2, 1)
+        rows[0]["group"],
+        rows[0]["step"],
+    ) == (0.5, 0.25, 2, 1, 17, 6)

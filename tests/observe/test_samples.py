@@ -15,6 +15,7 @@ from asyncrl.cli import main
 from asyncrl.contracts.group_table import groups_from_table, groups_to_table
 from asyncrl.contracts.messages import TrajectoryText
 from asyncrl.contracts.rows import Baseline, Completion, VersionSpan
+from asyncrl.control.bookkeeping import BatchExample
 from asyncrl.observe.live import Live
 from asyncrl.observe.progress import Progress, ProgressView, table
 from asyncrl.observe.samples import samples_text
@@ -115,8 +116,8 @@ def test_the_live_table_shows_the_last_batch():
 
     live = Live(observe_spec(small_config()), 0.0)
     batch = (
-        (TrajectoryText("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1),
-        (TrajectoryText("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1),
+        BatchExample(TrajectoryText("Add 1 now", "2", 0.5, {"f": 0.5}, 3), 1, 0),
+        BatchExample(TrajectoryText("Add 7 now", "9", 1.0, {"f": 1.0}, 3), 1, 1),
     )
     live._show_sample(batch)
     live.recorded("step", 4, {"reward/f": 0.75})
@@ -136,7 +137,7 @@ def test_no_part_of_a_secret_counts_as_shared_text(monkeypatch):
     live = Live(observe_spec(small_config()), 0.0)
     live._show_sample(
         [
-            (TrajectoryText(f"say correct horse {end}", "2", 0.5, {}, 3), 1)
+            BatchExample(TrajectoryText(f"say correct horse {end}", "2", 0.5, {}, 3), 1, 0)
             for end in ("battery", "radish")
         ]
     )

@@ -32,7 +32,8 @@ with MetricsWriter(directory, 0, open_sinks(config.observe.sinks, run)) as write
         {"prompt": "2 + 2 =", "completion": "five hundred", "reward": None, "reward/exact": 0.0},
         {"prompt": "1", "completion": "1", "reward": 1.0, "reward/exact": None},
     ]
-    writer.show_batch(3, [0.0, 1.0, 1.0], rows)
+    writer.show_batch(3, {"rewards": [0.0, 1.0, 1.0], "staleness": [0.0, 1.0]}, rows)
+    writer.show_batch(4, {}, rows[1:])
 """
 
 
@@ -62,11 +63,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
         and b"eval/greedy_accuracy" in content
         and b"max_staleness" in content
     )
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json")
-    assert (
-        json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0]
-        and b"histogram" in content
-    )
+    parts = sorted(tmp_path.glob("wandb/offline-run-*/files/media/table/completions*.json"))
+    assert [json.loads(part.read_text())["data"] for part in parts] == [
+        [[3, "2 + 2 =", "five hundred", None, 0.0], [3, "1", "1", 1.0, None]],
+        [[4, "1", "1", 1.0, None]],
+    ]
+    assert b"histogram" in content and b"staleness" in content
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_mlflow_in_a_file(tmp_path: Path) -> None:
         ("eval/greedy_accuracy", 0.75, 3),
     ]
     (table,) = tmp_path.glob("mlartifacts/**/completions/step_000003.json")
-    assert json.loads(table.read_text())["data"][0] == ["2 + 2 =", "five hundred", None, 0.0]
+    assert json.loads(table.read_text())["data"][0] == [3, "2 + 2 =", "five hundred", None, 0.0]
     (rewards,) = tmp_path.glob("mlartifacts/**/rewards/step_000003.json")
     assert json.loads(rewards.read_text()) == {"values": [0.0, 1.0, 1.0]}
     for again in ("id0", "id1"):
@@ -105,7 +107,7 @@ def test_trackio_here(tmp_path: Path) -> None:
     (file,) = (tmp_path / "trackio").glob("tests*.db")
     rows = sqlite3.connect(file).execute("select step, metrics from metrics order by id").fetchall()
     assert (
-        [step for step, _ in rows] == [1, 2, 3, 3, 3, 3]
+        [step for step, _ in rows] == [1, 2, 3, 3, 3, 3, 3, 4]
         and "five hundred" in str(rows)
         and "histogram" in str(rows)
     )

@@ -279,16 +279,19 @@ def test_tensorboard_escapes_completions(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path / "tensorboard")]) as writer:
         writer.show_batch(
             4,
-            [0.0, 0.5, 1.0],
+            {"rewards": [0.0, 0.5, 1.0], "staleness": [1]},
             [{"prompt": hostile, "completion": hostile, "reward": 0.25, "reward/f": None}] * 2,
         )
-        writer.show_batch(5, [], [])
+        writer.show_batch(5, {"rewards": []}, [])
     registry = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (text,) = registry.Tensors("completions")
     (rewards,) = registry.Tensors("rewards")
     page = markdown_to_safe_html(make_ndarray(text.tensor_proto).item())
     assert (
-        text.step == 4 and page.count("<") == 4 and page.startswith("<pre><code>prompt: &lt;img")
+        text.step == 4
+        and page.count("<") == 4
+        and page.startswith("<pre><code>step: 4\nprompt: &lt;img")
     ), page
     assert "\n  | reward: 1" in page and "\nreward: 0.25\nreward/f: none\n" in page
     assert make_ndarray(rewards.tensor_proto)[:, 2].sum() == 3
+    assert [one.step for one in registry.Tensors("staleness")] == [4]
