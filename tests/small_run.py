@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.contracts.outcomes import Outcome
-from asyncrl.contracts.rows import Completion, Group, Prompt, Trajectory, VersionSpan
+from asyncrl.contracts.rows import (
+    TRAINED_COLUMNS,
+    Completion,
+    Group,
+    Prompt,
+    Trajectory,
+    VersionSpan,
+)
+from asyncrl.learning.trained_files import TrainedFiles
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
 
@@ -68,12 +78,35 @@ def small_group(ordinal: int, version: int, attempt: int = 0) -> Group:
     )
 
 
+def trained_rows(groups: Sequence[Group], version: int) -> pa.Table:
+    """What the learner computed at each token: 0.1 nats more than the generator, and the last token
+    of each completion is clipped."""
+    rows = [
+        {
+            "attempt": group.attempt,
+            "ordinal": group.ordinal,
+            "index": index,
+            "version": version,
+            "positions": None,
+            "logprobs": [0.1 + value for value in one.completion.logprobs],
+            "weights": [1.25] * len(one.loss_mask),
+            "advantages": [one.advantage] * len(one.loss_mask),
+            "clipped": [False] * (len(one.loss_mask) - 1) + [True],
+            "masked": [False] * len(one.loss_mask),
+        }
+        for group in groups
+        for index, one in enumerate(group.trajectories)
+    ]
+    return pa.Table.from_pylist(rows, pa.schema([*TRAINED_COLUMNS.items()]).remove(3))
+
+
 def write_small_run(directory: Path, steps: int = 6) -> Path:
     """Write steps of two groups each, generated one version before they are trained. One more group
     is dropped, and one is waiting."""
     (directory / "groups").mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     outcomes, noise = OutcomesWriter(directory / "outcomes", attempt=0), random.Random(0)
+    trained = TrainedFiles(directory, attempt=0, rank=0)
     with MetricsWriter(directory) as metrics:
         metrics.write("evaluation", 0, 0, {"eval/accuracy": 0.5, "eval/greedy_accuracy": 0.5})
         for step in range(1, steps + 1):
@@ -82,6 +115,7 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
             pq.write_table(
                 groups_to_table(groups), directory / "groups" / f"attempt_0-{step:06d}.parquet"
             )
+            trained.write(trained_rows(groups, step - 1))
             outcomes.write(
                 [
                     Outcome(0, group.ordinal, "trained", "", step, step - 1, step - 1 - born)
@@ -107,6 +141,7 @@ def write_small_run(directory: Path, steps: int = 6) -> Path:
         )
         outcomes.write([Outcome(0, 100, "dropped", "stale", steps)])
         outcomes.flush()
+        trained.flush()
         metrics.write(
             "evaluation", steps, steps, {"eval/accuracy": 0.9, "eval/greedy_accuracy": 0.9}
         )

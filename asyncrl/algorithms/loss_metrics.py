@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 from asyncrl.algorithms.sequences import sequence_max
+
+
+class TokenTerms(NamedTuple):
+    """What the policy objective computed at the N loss tokens of one micro-batch, detached."""
+
+    logprobs: Tensor
+    """[N], by the learner, in nats."""
+    weights: Tensor
+    """[N], importance weights, truncated and normalized."""
+    clipped: Tensor
+    """[N] bool: see `LossSums.clipped`."""
+    masked: Tensor
+    """[N] bool: see `LossSums.masked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +67,8 @@ class LossSums:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     """Metrics of the loss's components. Each is divided by its component's denominator over the
     whole step, so its sum over micro-batches and ranks is the metric."""
+    tokens: TokenTerms | None = None
+    """The terms that were summed; None without a policy objective."""
 
 
 def ratio_sums(log_ratio: Tensor) -> dict[str, Tensor]:

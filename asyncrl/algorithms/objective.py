@@ -17,7 +17,13 @@ from asyncrl.algorithms.advantages import Advantage
 from asyncrl.algorithms.advantages.gae import Gae
 from asyncrl.algorithms.corrections import Correction
 from asyncrl.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
-from asyncrl.algorithms.loss_metrics import LossSums, drift_sums, ratio_sums, supervised_sums
+from asyncrl.algorithms.loss_metrics import (
+    LossSums,
+    TokenTerms,
+    drift_sums,
+    ratio_sums,
+    supervised_sums,
+)
 from asyncrl.algorithms.losses import Loss
 from asyncrl.algorithms.losses.own_loss import OwnLoss
 from asyncrl.algorithms.policy_tokens import PolicyTokens
@@ -125,6 +131,7 @@ def policy_loss(
             value_loss=value_term.detach(),
             own=terms.metrics,
             parts={},
+            tokens=TokenTerms(tokens.logprobs.detach(), weight, terms.stopped, ~kept),
             **{f"masked_{reason}": mask.sum() for reason, mask in masks.items()},
             **ratio_sums(log_ratio),
             **drift_sums(log_ratio, tokens.ages, tokens.sequence, tokens.sequences),

@@ -202,6 +202,11 @@ class OfflineConfig(RunSettings):
                 f"observe.completions_every = {self.observe.completions_every} has no effect,"
                 " because a run on a dataset samples no completions; leave it out"
             )
+        if not self.observe.trained_tokens:
+            raise ValueError(
+                "observe.trained_tokens = false has no effect, because a run on a dataset records"
+                " no trained tokens; leave it out"
+            )
 
     def _check_lengths(self) -> None:
         cap = self.learner.max_tokens_per_row

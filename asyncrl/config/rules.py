@@ -67,6 +67,7 @@ ACTS_WITH: ActsWith = (
         (True,),
         "generator.tensor_parallel_size above 1",
     ),
+    ("observe.trained_tokens", "algorithm.preference", (None,), "a policy objective"),
     ("eval.max_prompts", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "eval.evaluates", (True,), "eval.data or eval.sets"),
     ("eval.in_flight", "placement", ("decoupled", "share"), "placement: decoupled or share"),

@@ -1064,6 +1064,10 @@ class ObserveConfig(Section):
     completions_every: int = Field(default=10, ge=0)
     """Steps between two tables of completions and histograms of rewards in TensorBoard and the
     sinks. 0 = none."""
+    trained_tokens: bool = True
+    """Record what each policy step computed at the tokens that it trained: the learner's log-prob,
+    importance weight and advantage, and what was clipped or masked. About 6 bytes a token, in
+    `trained/*.parquet`."""
     stall_s: float = Field(default=300.0, gt=0)
     """Seconds without progress before the run reports which stage hangs, what it waits for, and
     what its workers do. The run continues."""

@@ -80,6 +80,26 @@ SCORED_COLUMNS: dict[str, pa.DataType] = {
 """Columns that scoring adds, in addition to `reward_parts`. That is a list<struct<NAME: float32,
 …>> with one field per reward function."""
 
+TRAINED_COLUMNS: dict[str, pa.DataType] = {
+    "attempt": pa.int32(),
+    "ordinal": pa.int64(),
+    "index": pa.int32(),
+    "trained_in": pa.int32(),
+    "version": pa.int32(),
+    "positions": pa.list_(pa.int32()),
+    "logprobs": pa.list_(pa.float32()),
+    "weights": pa.list_(pa.float32()),
+    "advantages": pa.list_(pa.float32()),
+    "clipped": pa.list_(pa.bool_()),
+    "masked": pa.list_(pa.bool_()),
+}
+"""Columns of trained/*.parquet: one row per row that a policy step computed, which is a trajectory,
+or a path through a session. `attempt`, `ordinal` and `index` name the trajectory; `trained_in` is
+the attempt that trained it, and `version` the learner's version before the step. The lists have one
+item per loss token: its index among the trajectory's completion tokens (null: 0, 1, 2, …), the
+learner's log-prob in nats, the importance weight, the advantage, whether the loss's clip stopped
+its gradient, and whether a correction masked it."""
+
 REFERENCE_COLUMN: Final = "reference_logprobs"
 REFERENCE_LOGPROBS = pa.list_(pa.list_(pa.float32()))
 """Log-probs of the completions by the reference policy: a column of runs with a KL term. In a

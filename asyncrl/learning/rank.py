@@ -39,6 +39,7 @@ from asyncrl.learning.steps.preference_step import (
 )
 from asyncrl.learning.steps.reward_step import held_out_scores, reward_step
 from asyncrl.learning.steps.supervised_step import supervised_step
+from asyncrl.learning.trained_files import TrainedFiles
 from asyncrl.models.adapters import (
     adapter_settings,
     low_rank,
@@ -67,6 +68,11 @@ class LearnerRank:
         self.attempt = attempt
         self.versions: dict[int, list[ray.ObjectRef[np.ndarray]]] = {}
         """Version → references of its published buckets. Empty on all ranks except rank 0."""
+        self._trained = (
+            TrainedFiles(state.spec.run_directory, attempt, state.rank)
+            if state.spec.records_tokens
+            else None
+        )
         self._shifts = device_shifts(state)
         """Moves the states off the GPU and back. None: the states stay on their device."""
 
@@ -86,9 +92,11 @@ class LearnerRank:
         Args:
             refs: one-row tables, or (reference to an IPC stream of a table of groups, row).
         """
-        preference = self.state.spec.online.algorithm.preference
-        step = policy_step if preference is None else online_preference_step
-        return step(self.state, groups_at(refs))
+        tables = groups_at(refs)
+        if self.state.spec.online.algorithm.preference is not None:
+            return online_preference_step(self.state, tables)
+        record = None if self._trained is None else self._trained.write
+        return policy_step(self.state, tables, record)
 
     def supervised_step(self, rows: pa.Table, scheduled: bool = False) -> dict[str, float]:
         """See `asyncrl.learning.steps.supervised_step.supervised_step`."""
@@ -143,7 +151,8 @@ class LearnerRank:
         self.state.learning_rate = learning_rate
 
     def save(self, directory: Path) -> dict[str, Written]:
-        """See `LearnerState.save`."""
+        """See `LearnerState.save`. The files of the trained tokens are complete before that."""
+        self._flush_trained()
         return self.state.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -160,6 +169,7 @@ class LearnerRank:
         name → bytes. The other ranks return nothing. An adapter is merged into the weights, and
         written to the folder `adapter` too, unless it belongs to a reward model: the folder would
         lack the score."""
+        self._flush_trained()
         state, spec = self.state, self.state.spec
         target = HfDirectory(directory, state.table, spec.model.dtype, spec.bucket_bytes)
         if state.rank == 0:
@@ -235,6 +245,10 @@ class LearnerRank:
             table.left_out,
             settings,
         )
+
+    def _flush_trained(self) -> None:
+        if self._trained is not None:
+            self._trained.flush()
 
     def _preference(self) -> PreferenceObjective:
         whole = self.state.spec.objective

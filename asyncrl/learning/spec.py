@@ -84,6 +84,8 @@ class LearnerSpec:
     engine_share: float | None = None
     """Fraction of the GPU's memory of an engine that uses it in its shifts. None: no engine
     does."""
+    records_tokens: bool = False
+    """Whether policy steps write `trained/*.parquet`."""
     batch_sizes: BatchSizes = SAME
     """Rows of each applied step, over which the learning rate falls. By default, all steps have as
     many."""

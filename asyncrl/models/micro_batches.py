@@ -51,6 +51,8 @@ class Example:
     """Whether the completion was cut off."""
     selected: np.ndarray | None = None
     """[C] bool: the tokens that clip_cov and kl_cov treat differently."""
+    positions: np.ndarray | None = None
+    """[C] int64: the index of each token among the trajectory's sampled tokens. None: 0 to C-1."""
     group: int = -1
     """Ordinal of its group."""
     trajectory: int = 0

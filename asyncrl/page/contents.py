@@ -22,6 +22,7 @@ from asyncrl.page.sessions import session_of
 from asyncrl.page.verdict import verdict
 from asyncrl.rundir.reader import Run
 from asyncrl.rundir.record import read_record
+from asyncrl.rundir.tokens import Rows, at_tokens, of_trajectories
 
 SPIKE = 5.0
 """A step is notable if its gradient's norm is this many times the usual one."""
@@ -50,7 +51,7 @@ def contents(run: Run) -> dict[str, Any]:
         for record in records
         if record["event"] == "step" and (why := _notable(record))
     ]
-    rows, details, note = _groups(run, groups, outcomes, metrics)
+    rows, details, note = _groups(run, groups, outcomes, damaged)
     return {
         "title": run.settings.name,
         "state": status.state,
@@ -114,7 +115,7 @@ def _timelines(
 
 
 def _groups(
-    run: Run, groups: pa.Table, outcomes: pa.Table, metrics: pa.Table
+    run: Run, groups: pa.Table, outcomes: pa.Table, damaged: list[str]
 ) -> tuple[dict[str, list[Any]], list[dict[str, Any]], str]:
     """One list for each column of the groups, the groups that are shown whole, and how they were
     chosen."""
@@ -163,8 +164,10 @@ def _groups(
         "detail": [at.get(index, -1) for index in range(len(keys))],
     }
     pieces = Pieces(_tokenizer(run))
+    trained = of_trajectories(run.trained(damaged), [keys[index][1] for index in chosen])
     details = [
-        _detail(row, pieces) for row in groups.take(pa.array(chosen, pa.int64())).to_pylist()
+        _detail(row, pieces, trained)
+        for row in groups.take(pa.array(chosen, pa.int64())).to_pylist()
     ]
     note = f"All {len(keys):,} groups have their texts here."
     if len(chosen) < len(keys):
@@ -189,7 +192,7 @@ def _context_tokens(groups: pa.Table) -> list[int]:
     ]
 
 
-def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
+def _detail(row: dict[str, Any], pieces: Pieces, trained: Rows) -> dict[str, Any]:
     parts = row.get("reward_parts") or []
     return {
         "prompt": row["prompt_text"] or "",
@@ -206,6 +209,9 @@ def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
                 "session": session_of(row, index, pieces),
                 "pieces": pieces.of(ids),
                 "logprobs": [_rounded(one) for one in row["logprobs"][index]],
+                "learner": _learner(
+                    trained.get((row["attempt"], row["ordinal"], index), []), len(ids)
+                ),
                 "mask": _mask(row["loss_mask"][index]),
                 "versions": [
                     [span["version"], span["start"], span["end"]] for span in row["versions"][index]
@@ -223,6 +229,30 @@ def _detail(row: dict[str, Any], pieces: Pieces) -> dict[str, Any]:
             for index, ids in enumerate(row["completion_ids"])
         ],
     }
+
+
+def _learner(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, list[Any]] | None:
+    """What the learner computed at each token; None if it trained or recorded none. A list whose
+    items are all equal has one, and the flags are the indices of their tokens."""
+    if not rows:
+        return None
+    found = at_tokens(rows, tokens)
+    return {
+        "logprobs": [_rounded(one) for one in found["logprobs"]],
+        **{
+            name: _once([_rounded(one) for one in found[name]])
+            for name in ("weights", "advantages")
+        },
+        **{
+            name: [index for index, flag in enumerate(found[name]) if flag]
+            for name in ("clipped", "masked")
+        },
+    }
+
+
+def _once(values: list[Any]) -> list[Any]:
+    known = {one for one in values if one is not None}
+    return [*known] if len(known) == 1 else values
 
 
 def _lost(outcomes: pa.Table, keys: Collection[tuple[int, int]]) -> list[dict[str, Any]]:

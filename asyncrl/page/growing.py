@@ -13,7 +13,7 @@ from asyncrl.rundir.record import is_locked
 
 TAIL = 4096
 """Bytes before the first unknown record that are compared."""
-WATCHED = (METRICS_FILE, "groups", "outcomes", "run.json", "config.yaml")
+WATCHED = (METRICS_FILE, "groups", "outcomes", "trained", "run.json", "config.yaml")
 
 
 class GrowingRun(Run):

@@ -62,6 +62,7 @@ OURS = (
     "groups",
     "outcomes",
     "kept",
+    "trained",
     "evaluations",
     REFERENCE,
     "checkpoints",

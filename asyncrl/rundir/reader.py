@@ -28,12 +28,14 @@ from asyncrl.contracts.rows import (
     TEACHER_TOKENS,
     TIME_COLUMNS,
     TOKEN_REWARDS_COLUMN,
+    TRAINED_COLUMNS,
     TURN_ADVANTAGE_COLUMN,
     TURN_COLUMNS,
 )
 from asyncrl.rundir.metrics import read_metrics, refuse_odd
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
+from asyncrl.rundir.tokens import of_trajectories, token_table, without_copies
 from asyncrl.runtime.files import parquet
 
 if TYPE_CHECKING:
@@ -226,6 +228,41 @@ class Run:
         `reward_parts`. Also the completion's text, tokens, log-probs and version spans.
         """
         return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWER_COLUMNS.items()]))
+
+    def trained(self, damaged: list[str] | None = None) -> pa.Table:
+        """One row per trajectory that a policy step trained, or per path through a session:
+        `asyncrl.contracts.rows.TRAINED_COLUMNS`. Empty with `observe.trained_tokens: false`.
+        `damaged` as in `groups`."""
+        schema = pa.schema([*TRAINED_COLUMNS.items()])
+        return without_copies(
+            _read_parquet(self.directory / "trained", schema, damaged, self._kept)
+        )
+
+    def tokens(self, ordinal: int, index: int = 0, attempt: int | None = None) -> pa.Table:
+        """One row per sampled token of a trajectory: `asyncrl.rundir.tokens.TOKEN_COLUMNS`.
+
+        Args:
+            ordinal: of its group.
+            index: of the trajectory in its group.
+            attempt: that made the group. None: the last one that made a group of this ordinal.
+
+        Raises:
+            ValueError: there is no such trajectory.
+        """
+        groups = self.groups()
+        chosen = pc.equal(groups["ordinal"], ordinal)
+        if attempt is not None:
+            chosen = pc.and_(chosen, pc.equal(groups["attempt"], attempt))
+        found = groups.filter(chosen).to_pylist()
+        if not found or not 0 <= index < len(found[-1]["completion_ids"]):
+            made = "" if attempt is None else f" of attempt {attempt}"
+            raise ValueError(
+                f"run {str(self.directory)!r} has no trajectory {index} in group {ordinal}{made};"
+                " take one of `Run.trajectories()`"
+            )
+        group = found[-1]
+        rows = of_trajectories(self.trained(), [ordinal])
+        return token_table(group, index, rows.get((group["attempt"], ordinal, index), []))
 
     def trajectories(self) -> pa.Table:
         """One row per trajectory, with its group's columns and outcome.

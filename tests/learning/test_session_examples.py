@@ -100,6 +100,7 @@ def table(
         name: pa.array([columns[name]], TURN_COLUMNS.get(name) or COLUMNS[name]) for name in columns
     }
     arrays |= {
+        "attempt": pa.array([0], pa.int32()),
         "ordinal": pa.array([ordinal], pa.int64()),
         "status": pa.array([status or ["ok"] * len(sessions)], pa.list_(pa.string())),
         "advantage": pa.array([list(advantages)], pa.list_(pa.float32())),

@@ -125,8 +125,9 @@ def test_an_address_opens_a_token_and_arrows_go_on(small_run: Path, opened: Open
     opened.go(f"{report(small_run)}#/step/6/group/12/1/token/1")
     facts = opened.text(".facts")
     assert "2 of 3" in facts and "-0.4" in facts and "version" in facts
+    assert "-0.3" in facts and "1.1052" in facts and "stops its gradient" not in facts
     opened.page.keyboard.press("ArrowRight")
-    assert "3 of 3" in opened.text(".facts")
+    assert "3 of 3" in opened.text(".facts") and "stops its gradient" in opened.text(".facts")
     assert opened.page.evaluate("location.hash") == "#/step/6/group/12/1/token/2"
     for missing, said in (("12/7", "no trajectory 7"), ("12/0/token/9", "no token 9")):
         opened.page.evaluate("place => { location.hash = place; }", f"#/group/{missing}")

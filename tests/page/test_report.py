@@ -56,6 +56,11 @@ def test_the_page_has_the_numbers_of_the_files(small_run: Path) -> None:
         for path in (small_run / "outcomes").glob("*.parquet")
         for row in pq.read_table(path).to_pylist()
     }
+    trained = {
+        (row["ordinal"], row["index"]): row
+        for path in (small_run / "trained").glob("*.parquet")
+        for row in pq.read_table(path).to_pylist()
+    }
     assert sorted(groups["ordinal"]) == sorted(rows)
     for place, ordinal in enumerate(groups["ordinal"]):
         row, end = rows[ordinal], ends.get(ordinal, {})
@@ -73,6 +78,15 @@ def test_the_page_has_the_numbers_of_the_files(small_run: Path) -> None:
             assert trajectory["versions"] == [
                 [span["version"], span["start"], span["end"]] for span in row["versions"][index]
             ]
+            learner, mine = trajectory["learner"], trained.get((ordinal, index))
+            assert (learner is None) == (mine is None) == (end.get("outcome") != "trained")
+            if learner is not None and mine is not None:
+                assert learner["logprobs"] == pytest.approx(mine["logprobs"], abs=1e-4)
+                assert (learner["weights"], learner["advantages"]) == (
+                    [1.25],
+                    [row["advantage"][index]],
+                )
+                assert learner["clipped"] == [len(mine["logprobs"]) - 1] and learner["masked"] == []
     lost = {(one["outcome"], one["reason"]): one["groups"] for one in found["lost"]}
     assert sum(lost.values()) == len(ends)
     assert Counter(end["outcome"] for end in ends.values())["dropped"] == sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -154,3 +155,30 @@ def test_the_old_name_of_the_outcomes_folder_is_refused_with_the_new_name(small_
     (small_run / "outcomes").rename(small_run / "fates")
     with pytest.raises(ConfigError, match="fates has the old name of the outcomes folder; rename"):
         asyncrl.open_run(small_run)
+
+
+def test_the_tokens_of_a_trajectory_have_what_both_sides_computed(small_run: Path) -> None:
+    run = asyncrl.open_run(small_run)
+    found = run.tokens(6, 1).to_pylist()
+    assert [row["token"] for row in found] == [0, 1, 2] and [row["id"] for row in found] == [
+        9,
+        9,
+        2,
+    ]
+    assert [row["version"] for row in found] == [1, 2, 2]
+    for row in found:
+        assert row["ratio"] == pytest.approx(
+            math.exp(row["learner_logprob"] - row["generator_logprob"])
+        )
+        assert row["ratio"] == pytest.approx(math.exp(0.1), rel=1e-6)
+        assert (row["weight"], row["advantage"], row["masked"]) == (1.25, -1.0, False)
+    assert [row["clipped"] for row in found] == [False, False, True]
+    dropped = run.tokens(100).to_pylist()
+    assert [row["trained"] for row in dropped] == [False, False]
+    assert dropped[0]["learner_logprob"] is None and dropped[0]["ratio"] is None
+    assert dropped[0]["generator_logprob"] == pytest.approx(-0.1)
+    for missing in ((6, 2, None), (6, -1, None), (9999, 0, None), (6, 0, 3)):
+        with pytest.raises(ValueError, match="has no trajectory"):
+            run.tokens(*missing)
+    shutil.rmtree(small_run / "trained")  # a run that did not record them
+    assert [row["trained"] for row in run.tokens(6, 1).to_pylist()] == [False] * 3

@@ -134,6 +134,7 @@ def _example(
         teacher_ids=None if scores.ids is None else scores.ids[positions],
         teacher_logprobs=None if scores.of_ids is None else scores.of_ids[positions],
         truncated=last.finish_reason in TRUNCATED,
+        positions=positions,
         group=ordinal,
         trajectory=index,
         leaf=row.leaf,

@@ -17,7 +17,7 @@ from asyncrl.runtime.functions import FunctionError
 SUMS = tuple(
     field.name
     for field in fields(LossSums)
-    if field.name not in ("ratio_max", "nonfinite", "own", "parts")
+    if field.name not in ("ratio_max", "nonfinite", "own", "parts", "tokens")
 )
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 

@@ -3,7 +3,7 @@ objective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -42,13 +42,21 @@ from asyncrl.learning.steps.distillation import (
 )
 from asyncrl.learning.steps.passes import Loss, forward_batches, train
 from asyncrl.learning.steps.stale_tokens import kept_metrics, with_fresh_tokens
+from asyncrl.learning.steps.step_tokens import StepTokens
 from asyncrl.models.micro_batches import Example, MicroBatch, trajectories_of
 
 
-def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
+def policy_step(
+    state: LearnerState,
+    tables: Sequence[pa.Table],
+    record: Callable[[pa.Table], None] | None = None,
+) -> StepResult:
     """Take one policy step on scored groups, one table each (a collective).
 
     The step is skipped on all ranks if any rank finds NaN or Inf, or if no loss token is left.
+
+    Args:
+        record: gets this rank's part of the step, with TRAINED_COLUMNS except `trained_in`.
     """
     spec, version = state.spec, state.applied
     algorithm, staleness = spec.policy, spec.online.staleness
@@ -68,7 +76,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
     truncation = algorithm.correction.truncation
     normalizes = truncation is not None and truncation.normalize and bool(examples)
     mean_weight = _mean_weight(state, examples) if normalizes else 1.0
-    components = [Component(1.0, _loss(state, mean_weight)), *further]
+    seen = StepTokens() if record is not None and not state.sequence_rank else None
+    components = [Component(1.0, _loss(state, mean_weight, seen)), *further]
     metrics = train(
         state,
         examples,
@@ -79,6 +88,8 @@ def policy_step(state: LearnerState, tables: Sequence[pa.Table]) -> StepResult:
         parts=parts,
         policy=True,
     )
+    if record is not None and seen is not None:
+        record(seen.table(examples, tables, version))
     if algorithm.distillation is not None:
         metrics |= distillation_metrics(scored, tables)
     if staleness.masks:
@@ -151,12 +162,15 @@ def _components(
     return examples, components, parts
 
 
-def _loss(state: LearnerState, mean_weight: float) -> Loss:
+def _loss(state: LearnerState, mean_weight: float, seen: StepTokens | None = None) -> Loss:
     def loss(
         logprobs: Tensor, entropy: Tensor, values: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, LossSums]:
         tokens = batch.policy_tokens(logprobs, values)
-        return policy_loss(tokens, state.spec.policy, entropy, mean_weight)
+        found, sums = policy_loss(tokens, state.spec.policy, entropy, mean_weight)
+        if seen is not None:
+            seen.add(batch, sums)
+        return found, sums
 
     return loss
 

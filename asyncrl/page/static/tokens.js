@@ -63,15 +63,29 @@ function versionOf(trajectory, index) {
 function numbers(trajectory, index) {
   const masked = trajectory.mask.length > 0 && !trajectory.mask[index];
   const logprob = trajectory.logprobs[index];
+  const { learner } = trajectory;
+  const of = (name) => {
+    if (!learner || learner.logprobs[index] === null) return null;
+    return learner[name].length === 1 ? learner[name][0] : learner[name][index];
+  };
+  const computed = learner ? learner.logprobs[index] : null;
+  const why = masked || trajectory.status !== "ok" ? "" : learner ? " (not trained)" : " (not recorded)";
+  const learned = (text) => computed === null ? DASH + why : text;
   const facts = {
     token: `${index + 1} of ${trajectory.pieces.length}`,
     text: JSON.stringify(trajectory.pieces[index]),
     version: String(versionOf(trajectory, index)),
     "log-prob of the generator": number(logprob, 4),
-    probability: logprob === null ? DASH : number(Math.exp(logprob), 4),
+    "log-prob of the learner": learned(number(computed, 4)),
+    "probability, then when trained": logprob === null ? DASH
+      : number(Math.exp(logprob), 4) + (computed === null ? "" : ` → ${number(Math.exp(computed), 4)}`),
+    ratio: learned(logprob === null ? DASH : number(Math.exp(computed - logprob), 4)),
+    clip: learned(learner?.clipped.includes(index) ? "stops its gradient" : "no"),
+    "importance weight": learned(number(of("weights"), 4)),
+    correction: learned(learner?.masked.includes(index) ? "masks it" : "keeps it"),
     "trained": masked ? "no: the mask leaves it out" : trajectory.status === "ok" ? "yes"
       : `no: ${trajectory.status || "not scored"}`,
-    advantage: number(trajectory.advantage, 4),
+    advantage: number(of("advantages") ?? trajectory.advantage, 4),
   };
   return Object.entries(facts).map(([name, value]) =>
     el("div", {}, el("dt", {}, name), el("dd", {}, shown(value))));

@@ -21,11 +21,13 @@ from asyncrl.contracts.errors import NoCheckpointError, UnreadableCheckpointErro
 from asyncrl.contracts.outcomes import OUTCOMES
 from asyncrl.contracts.state import State
 from asyncrl.rundir.audited_rows import Row, read_rows
+from asyncrl.rundir.audited_tokens import TrainedRow, read_trained
 from asyncrl.rundir.checkpoint import CheckpointStore
 from asyncrl.rundir.metrics import METRICS_FILE, read_metrics
 from asyncrl.rundir.outcomes import read_outcomes
 from asyncrl.rundir.reader import Run
 from asyncrl.rundir.record import AttemptRecord, read_record
+from asyncrl.rundir.tokens import RowKey
 from asyncrl.runtime.files import parquet
 from asyncrl.runtime.files.opening import open_regular
 
@@ -47,6 +49,7 @@ FINAL = ("trained", "skipped", "filtered", "dropped", "failed")
 """The outcomes after which a group is done: all except `waiting`."""
 OUTCOMES_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{6,12}\.parquet", re.ASCII)
 GROUPS_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-\d{8,12}\.parquet", re.ASCII)
+TRAINED_FILE = re.compile(r"attempt_(?P<attempt>\d{4,9})-rank_\d{4,9}-\d{8,12}\.parquet", re.ASCII)
 EVALUATIONS_FILE = re.compile(
     r"attempt_(?P<attempt>\d{4,9})-version_\d{8,12}-[A-Za-z0-9_-]+\.parquet", re.ASCII
 )
@@ -131,6 +134,8 @@ class Books:
         self._read_folder("outcomes", OUTCOMES_FILE, self._read_outcomes)
         self.outcomes = list({tuple(row.values()): row for row in self.outcomes}.values())
         self._read_folder("groups", GROUPS_FILE, self._read_rows)
+        self.trained_rows: dict[RowKey, TrainedRow] = {}
+        self._read_folder("trained", TRAINED_FILE, self._read_trained)
         self._read_folder("evaluations", EVALUATIONS_FILE, self._read_answers)
         self._read(run.directory / METRICS_FILE, self._read_metrics)
 
@@ -192,6 +197,14 @@ class Books:
             known = self.rows.setdefault(key_of(row), row)
             if known.content != row.content:
                 self.twice.append(key_of(row))
+
+    def _read_trained(self, path: Path) -> None:
+        attempt = _attempt_in_name(path)
+        for key, row in read_trained(path).items():
+            if key[0] != attempt:
+                self.unreadable.append(f"{path}: a row was trained in attempt {key[0]}")
+                return
+            self.trained_rows[key] = row
 
     def _read_answers(self, path: Path) -> None:
         columns = ["set", "attempt", "version", "ordinal", "index", "status", "accuracy"]

@@ -35,6 +35,7 @@ from asyncrl.run.audit.step_checks import (
     check_steps,
     check_tokens,
 )
+from asyncrl.run.audit.trained_checks import check_trained
 from asyncrl.run.offline.audit import audit_offline
 from asyncrl.rundir.reader import Run
 
@@ -61,6 +62,7 @@ CHECKS: Sequence[Callable[[Books], Check]] = (
     check_checkpoint,
     check_record,
     check_metrics,
+    check_trained,
     check_evaluations,
     check_monotone,
     check_lengths,
