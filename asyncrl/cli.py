@@ -47,6 +47,8 @@ WATCH = (
     "serve the page of a run to this machine's browsers, and let it grow with the run; ending it"
     " leaves the run alone"
 )
+TRAINS = ("train", "sft", "dpo", "reward_model")
+WATCHED = "serve the run's page while it runs, and open it in this machine's browser"
 LIST = "list the runs of a folder with state, step, reward and age, the newest first"
 ON_A_RUN = {
     "status": STATUS,
@@ -100,6 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         sys.exit(2)
     options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
+    options |= {"watch"} if getattr(known, "watch", False) else set()
     sys.exit(run(known.command, known.config, overrides, options))
 
 
@@ -133,6 +136,8 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
             metavar="SECTION",
             help="show this help and the sections of the settings, or one section's settings",
         )
+    for name in TRAINS:
+        commands.choices[name].add_argument("--watch", action="store_true", help=WATCHED)
     for option, text in PLAN_OPTIONS.items():
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text
@@ -158,6 +163,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         help="the address to listen on; another than this machine's own needs a secret in the"
         " environment variable ASYNCRL_WATCH_TOKEN; default: 127.0.0.1",
     )
+    watch.add_argument(
+        "--open", action="store_true", help="also open the page in this machine's browser"
+    )
+    watch.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)
     _add_samples_options(commands.choices["samples"])
     _add_replay_options(commands.choices["replay"])
     _add_export_options(commands.choices["export"])

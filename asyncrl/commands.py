@@ -7,7 +7,9 @@ import contextlib
 import errno
 import os
 import shutil
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -57,7 +59,7 @@ def run(command: str, path: str, overrides: list[str], options: Collection[str] 
     output, and SIGTERM and SIGHUP stop it as Ctrl-C does.
 
     Args:
-        options: the given PLAN_OPTIONS.
+        options: the given PLAN_OPTIONS, or `watch`.
     """
     if command in ("plan", "check-env"):
         return _run(command, path, overrides, options)
@@ -98,7 +100,7 @@ def _run(command: str, path: str, overrides: list[str], options: Collection[str]
         if command == "check-env":
             with reader_may_leave():
                 return _check_env(config)
-        return _train(command, config, path, overrides)
+        return _train(command, config, path, overrides, "watch" in options)
     except ConfigError as error:
         print_shown(f"asyncrl: {error}", file=sys.stderr)
         return 2
@@ -108,7 +110,13 @@ def _run(command: str, path: str, overrides: list[str], options: Collection[str]
         return 130
 
 
-def _train(command: str, config: Config | OfflineConfig, path: str, overrides: list[str]) -> int:
+def _train(
+    command: str,
+    config: Config | OfflineConfig,
+    path: str,
+    overrides: list[str],
+    watch: bool,
+) -> int:
     from asyncrl.run.before_start import check_before_start
 
     config, finished = check_before_start(config)
@@ -118,14 +126,14 @@ def _train(command: str, config: Config | OfflineConfig, path: str, overrides: l
     # Imported after that, because they take seconds.
     from asyncrl.run.supervise import command_name
 
-    resume = [command_name(), command, path, *overrides]
+    resume = [command_name(), command, path, *(["--watch"] if watch else []), *overrides]
     if isinstance(config, OfflineConfig):
         from asyncrl.run.offline.run import run_offline
 
-        return run_offline(config, resume)
+        return run_offline(config, resume, watch=watch)
     from asyncrl.run.train import run_training
 
-    return run_training(config, resume, asked=process_began())
+    return run_training(config, resume, asked=process_began(), watch=watch)
 
 
 @contextlib.contextmanager
@@ -256,7 +264,7 @@ def on_a_run(known: argparse.Namespace) -> int:
         if known.command == "report":
             return _report(directory, known.out)
         if known.command == "watch":
-            return _watch(directory, known.host, known.port)
+            return _watch(directory, known.host, known.port, known.open, known.attached)
         if known.command == "replay":
             return _replay(directory, known.ordinal, known.sample, known.attempt)
         return _export(directory.checkpoints_directory, directory.directory, known.step, known.out)
@@ -298,14 +306,42 @@ def _report(directory: Run, out: str | None) -> int:
     return 0
 
 
-def _watch(directory: Run, host: str, port: int) -> int:
+def _watch(directory: Run, host: str, port: int, opens: bool, attached: bool) -> int:
+    """Serve the run's page until Ctrl-C.
+
+    Args:
+        opens: also open it in a browser.
+        attached: until standard input ends, instead.
+    """
+    from asyncrl.page.browser import open_page
     from asyncrl.page.growing import GrowingRun
     from asyncrl.page.watch import serve
 
-    run = GrowingRun(directory.directory)
-    with contextlib.suppress(KeyboardInterrupt):
-        serve(run, host, port, lambda at: print_shown(f"{at}   (Ctrl-C ends it; the run goes on)"))
+    run, hint = GrowingRun(directory.directory), "" if attached else " (Ctrl-C ends it)"
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        if attached:
+            stack.enter_context(until_input_ends())
+
+        def tell(shown: str, address: str) -> None:
+            print_shown(f"{shown}{hint}")
+            if opens:
+                stack.enter_context(open_page(address))
+
+        serve(run, host, port, tell)
     return 0
+
+
+@contextlib.contextmanager
+def until_input_ends() -> Iterator[None]:
+    """Interrupt this process when standard input ends: whoever started it has ended."""
+
+    def read() -> None:
+        while sys.stdin.read(1024):
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    yield
 
 
 def _samples(directory: Run, count: int, order: str, version: int | None) -> int:

@@ -211,11 +211,12 @@ def listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def serve(run: GrowingRun, host: str, port: int, say: Callable[[str], None]) -> None:
+def serve(run: GrowingRun, host: str, port: int, say: Callable[[str, str], None]) -> None:
     """Serve the page until the process is interrupted.
 
     Args:
-        say: called with the page's address once it can be opened.
+        say: called once the page can be opened, with its address as people may see it, and with
+            the whole address.
     """
     token = chosen_token(host)
     with listening(host, port) as server:
@@ -224,7 +225,8 @@ def serve(run: GrowingRun, host: str, port: int, say: Callable[[str], None]) -> 
         name = f"[{name}]" if ":" in name else name
         # Whoever reads the output need not learn a secret of the user's.
         path = f"${TOKEN_VARIABLE}" if os.environ.get(TOKEN_VARIABLE) else token
-        _Server(run, token, host, lambda: say(f"http://{name}:{port}/{path}/")).run([server])
+        at = f"http://{name}:{port}"
+        _Server(run, token, host, lambda: say(f"{at}/{path}/", f"{at}/{token}/")).run([server])
 
 
 class _Server(uvicorn.Server):

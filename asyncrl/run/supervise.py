@@ -24,6 +24,7 @@ from asyncrl.observe.sinks import SinkRun, open_sinks
 from asyncrl.run.across_attempts import AcrossAttempts
 from asyncrl.run.ray_watch import RayWatch
 from asyncrl.run.stopping import Stop, handling_signals
+from asyncrl.run.watching import PageProcess
 from asyncrl.rundir.directory import RunDirectory
 from asyncrl.rundir.metrics import MetricsWriter, read_metrics
 from asyncrl.runtime.encodings import safe_output
@@ -123,6 +124,7 @@ def run_job(
     after: Callable[[Summary], None] | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
     asked: float | None = None,
+    watch: bool = False,
 ) -> int:
     """Run a job and return the exit code: 0 done, 1 failed, 130 interrupted.
 
@@ -136,6 +138,7 @@ def run_job(
         after: called with the summary of a finished run, for example to print more.
         on_start: called with a function that stops the run, which any thread may call.
         asked: when the user's command began, on the monotonic clock. None: now.
+        watch: serve the run's page, and open it in a browser, while the run goes on.
 
     Raises:
         ConfigError: the run directory cannot be used. Nothing was started.
@@ -147,17 +150,20 @@ def run_job(
         [*_without_resume(resume_command, config), "--name", config.name, "--resume", "must"]
     )
     across, stop = AcrossAttempts(asked), Stop()
+    page = PageProcess(lambda line: print_shown(f"page           {line}")) if watch else None
     if on_start is not None:
         on_start(lambda: stop.ask("canceled"))
     with lasting_output(), handling_signals(stop.ask):
         try:
-            summary = _attempts(job, resume_command, resume, across, stop)
+            summary = _attempts(job, resume_command, resume, across, stop, page)
         except KeyboardInterrupt:  # between two attempts
             again = f"{resume.removesuffix(' must')} auto"
             print_shown(f"\ninterrupted ({stop.cause}); go on with: {again}", file=sys.stderr)
             return INTERRUPTED
         finally:
             stop.over = True
+            if page is not None:
+                page.end()
             across.end()
         if isinstance(summary, int):
             return summary
@@ -168,14 +174,21 @@ def run_job(
 
 
 def _attempts(
-    job: Job, command: Sequence[str], resume: str, across: AcrossAttempts, stop: Stop
+    job: Job,
+    command: Sequence[str],
+    resume: str,
+    across: AcrossAttempts,
+    stop: Stop,
+    page: PageProcess | None,
 ) -> Summary | int:
     """Run attempts until one finishes, or ends the run: its summary, or the exit code."""
     restarts_left = job.config.max_restarts
     while True:
         config = job.config
         with RunDirectory(config, command) as directory:
-            _announce(job, directory, resume)
+            _announce(job, directory, resume, watched=page is not None)
+            if page is not None:
+                page.begin(directory.path)
             left = partial(_restarts_left, config, directory, restarts_left)
             end = partial(_end, directory, resume, stop)
             try:
@@ -310,13 +323,14 @@ def _summary(
     return summary
 
 
-def _announce(job: Job, directory: RunDirectory, resume: str) -> None:
+def _announce(job: Job, directory: RunDirectory, resume: str, watched: bool) -> None:
     print_shown(
         "\n".join([_beginning(job.config, directory), *(f"  {line}" for line in directory.notes)])
     )
     for text in job.description():
         print_shown(text)
-    print_shown(f"run directory  {directory.path}\nif it stops    {resume}\n")
+    hint = "" if watched else f"watch it       asyncrl watch {shlex.quote(str(directory.path))}\n"
+    print_shown(f"run directory  {directory.path}\n{hint}if it stops    {resume}\n")
 
 
 def _beginning(config: RunSettings, directory: RunDirectory) -> str:

@@ -75,6 +75,7 @@ def run_training(
     after: Callable[[Config, Summary], None] | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
     asked: float | None = None,
+    watch: bool = False,
 ) -> int:
     """Train according to the config and return the exit code. See `run_job` for the exit codes,
     restarts and arguments.
@@ -82,6 +83,7 @@ def run_training(
     Args:
         after: called with the config and the summary of a finished run.
         asked: when the user's command began, on the monotonic clock. None: now.
+        watch: see `run_job`.
 
     Raises:
         ConfigError: a setting cannot be used, or no cluster answers at RAY_ADDRESS. Nothing was
@@ -103,4 +105,4 @@ def run_training(
         if after is not None:
             after(config, summary)
 
-    return run_job(TrainingJob(config, plan), resume_command, finished, on_start, asked)
+    return run_job(TrainingJob(config, plan), resume_command, finished, on_start, asked, watch)

@@ -130,14 +130,14 @@ def start_run(
 
 @pytest.fixture
 def start_config(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], RunProcess]]:
-    """`start_config(tree)` → a RunProcess of a whole config, which starts no engine."""
+    """`start_config(tree, …)` → a RunProcess of a whole config, which starts no engine."""
     started: list[RunProcess] = []
 
-    def start(tree: dict[str, Any]) -> RunProcess:
+    def start(tree: dict[str, Any], *arguments: str) -> RunProcess:
         config = tmp_path / f"{tree['name']}.yaml"
         config.write_text(yaml.safe_dump(tree))
         log = tmp_path / f"{tree['name']}.log"
-        started.append(RunProcess(config, log, [], run_variables()))
+        started.append(RunProcess(config, log, [*arguments], run_variables()))
         return started[-1]
 
     yield start

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,11 @@ def test_a_signal_to_the_process_group_loses_no_step_and_a_lost_reader_ends_noth
     """`timeout`, `scancel` and systemd signal the group, some of them twice."""
     directory = tmp_path / "runs" / "run"
     tree = sft | {"max_steps": 100_000, "checkpoint": {"every_steps": 0}, "eval": {}}
-    run = start_config(tree)
+    run = start_config(tree, "--watch")
     run.until(lambda: len(versions(directory)) >= 12)
+    (address,) = [line.split()[1] for line in run.output.splitlines() if line.startswith("page ")]
+    with urllib.request.urlopen(address, timeout=60) as page:
+        assert page.status == 200
     assert asyncrl.open_run(directory).status().state == "running"
     run.descendants()
     for _ in range(2):

@@ -62,6 +62,7 @@ def run_offline(
     resume_command: Sequence[str],
     after: Callable[[OfflineConfig, Summary], None] | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
+    watch: bool = False,
 ) -> int:
     """Train on a dataset according to the config and return the exit code. See `run_job` for the
     exit codes, restarts and arguments.
@@ -78,7 +79,8 @@ def run_offline(
         if after is not None:
             after(config, summary)
 
-    return run_job(OfflineJob(plan.config, plan), resume_command, finished, on_start)
+    job = OfflineJob(plan.config, plan)
+    return run_job(job, resume_command, finished, on_start, watch=watch)
 
 
 @dataclass(frozen=True, slots=True)
