@@ -59,7 +59,7 @@ WHOLE_CONFIG = {
 }
 """Importing one of these gives access to the class of a whole config."""
 HOMES = {
-    "altair": ["charts", "rundir.charts"],
+    "altair": ["charts"],
     "vllm": ["generation", "weights"],
     "deepspeed": ["learning", "preflight.resources.memory_estimate", "run.export"],
     "ray.serve": [
@@ -281,7 +281,7 @@ SURFACE = {
     "algorithms": (
         "CHUNK_ELEMENTS LIVE_CHUNKS chunk_elements supervised_loss token_logprobs token_weights"
     ),
-    "charts": "Chart compared picture themed",
+    "charts": "Axis Chart compared curves picture themed",
     "config": (
         "AgentCommand AgentFunction AlgorithmConfig CheckpointConfig Config ConfigError DataConfig "
         "DistillationConfig DpoConfig EnvironmentConfig EvalConfig EvalSet FunctionEnvironment "

@@ -12,6 +12,8 @@ import altair as alt
 from altair.typing import ChartType
 
 Chart = ChartType
+if alt.renderers.active == "default":  # it would load scripts from the network
+    alt.renderers.enable("svg")
 
 Points = Sequence[tuple[float, float]]
 """(x, y), in the order of x."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import altair as alt
 import pyarrow as pa
 
 from asyncrl.charts import Chart, asynchrony, learning, themed
@@ -31,8 +30,6 @@ class RunCharts:
 
     def __init__(self, run: Recorded, dark: bool = False) -> None:
         self._run, self._dark = run, dark
-        if alt.renderers.active == "default":  # it would load scripts from the network
-            alt.renderers.enable("svg")
 
     def __repr__(self) -> str:
         return f"{self._run!r}.charts"

@@ -10,15 +10,13 @@ import sys
 import time
 from collections import Counter
 
-import nbformat
 import psutil
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from nbclient import NotebookClient
+from executed_notebook import NOTEBOOKS, executed, printed
 from page_values import values_of
-from run_variables import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import asyncrl
@@ -27,9 +25,6 @@ from asyncrl.page.report import write_report
 from asyncrl.run.audit import Books, audit, audit_text
 from asyncrl.rundir import metrics
 from asyncrl.rundir.record import read_record
-
-NOTEBOOK = ROOT / "notebooks" / "01_quickstart.ipynb"
-
 
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
 
@@ -40,24 +35,8 @@ def events(directory, event):
     )
 
 
-def execute_notebook(directory, folder, monkeypatch):
-    monkeypatch.setenv("ASYNCRL_RUN", str(directory))
-    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute(env=dict(os.environ))
-    return "".join(
-        output.text
-        for cell in notebook.cells
-        if cell.cell_type == "code"
-        for output in cell.outputs
-        if output.output_type == "stream"
-    )
-
-
 @pytest.mark.timeout(900)
-def test_a_run_end_to_end_with_its_notebook(start_run, tmp_path, monkeypatch):
+def test_a_run_end_to_end_with_its_notebook(start_run, tmp_path):
     directory, read = tmp_path / "runs" / "run", tmp_path / "read"
     unhurried = {
         "function": "rewards_for_runs:unhurried",
@@ -74,7 +53,7 @@ def test_a_run_end_to_end_with_its_notebook(start_run, tmp_path, monkeypatch):
     )
     run.until(lambda: len(events(directory, "commit")) >= 3)
     assert not run.having("ProxyActor")  # its generator opens no HTTP port
-    live = execute_notebook(directory, tmp_path, monkeypatch)
+    live = printed(executed(NOTEBOOKS[0], tmp_path, ASYNCRL_RUN=str(directory)))
     read.touch()
     versions = [
         int(word) for word in live.split("committed version ")[2].split(",")[0].split(" -> ")
