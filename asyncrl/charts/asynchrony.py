@@ -7,6 +7,7 @@ from collections import Counter
 import pyarrow as pa
 
 from asyncrl.charts.drawing import (
+    SHARE,
     STEP,
     VERSION,
     WHOLE,
@@ -125,6 +126,30 @@ def throughput(metrics: pa.Table) -> Chart:
         if found
     ]
     return under_one_another(*drawn) if drawn else missing("Tokens per second", NO_STEP)
+
+
+def memory(metrics: pa.Table) -> Chart:
+    """Resident memory of the run's parts, and the share of the driver's machine that is in use."""
+    title = "Resident memory of the largest process of each part"
+    parts = {
+        "learner rank": "memory/learner_bytes",
+        "replica with its engine": "memory/replica_bytes",
+        "driver": "memory/driver_bytes",
+        "learner rank, on its GPU": "memory/learner_gpu_bytes",
+    }
+    series = {
+        name: [(at, value / 1e9) for at, value in found]
+        for name, metric in parts.items()
+        if (found := points(metrics, "step", metric))
+    }
+    if not series:
+        return missing(title, "No memory is recorded: this run has no step yet, or is older.")
+    above = curves(title, STEP, Axis("GB"), series)
+    used = points(metrics, "step", "memory/node_ratio")
+    if not used:
+        return above
+    below = "Memory of the driver's machine that is in use"
+    return under_one_another(above, curves(below, STEP, SHARE, {below: used}, height=80))
 
 
 def _trained(outcomes: pa.Table, at: str) -> list[tuple[int, int]]:

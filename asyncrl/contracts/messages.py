@@ -68,6 +68,8 @@ class ReplicaStatus:
     load: EngineLoad
     kv_cache_tokens: int
     """Capacity of the KV cache, in tokens."""
+    memory_bytes: int
+    """Resident memory of the replica and its engine's processes."""
     stop_token_ids: tuple[int, ...]
     """Token ids that end every completion, in ascending order."""
     stop_strings: tuple[str, ...]

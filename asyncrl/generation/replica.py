@@ -40,6 +40,7 @@ from asyncrl.generation.follower_actors import Followers
 from asyncrl.generation.rendezvous import Meeting, use_own_address
 from asyncrl.generation.settings import GeneratorApp, registry_name
 from asyncrl.runtime.clock import steady_time
+from asyncrl.runtime.processes.resident import resident_bytes
 from asyncrl.runtime.ray.many_calls import Answers, Calls
 from asyncrl.runtime.ray.objects import DEATHS
 from asyncrl.weights.manifest import (
@@ -374,6 +375,7 @@ class Generator:
             tokens_generated=engine.stats.tokens_generated,
             load=engine.stats.load(self.replica),
             kv_cache_tokens=engine.kv_cache_tokens,
+            memory_bytes=resident_bytes(*engine.processes.alive()),
             stop_token_ids=tuple(sorted(engine.requests.stops.tokens)),
             stop_strings=tuple(sorted(engine.requests.stops.strings)),
             tokenizer=engine.requests.tokenizer_hash,

@@ -22,6 +22,7 @@ from asyncrl.observe.shared_text import SharedText
 from asyncrl.observe.spec import ObserveSpec
 from asyncrl.rundir.metrics import MetricsWriter
 from asyncrl.rundir.outcomes import OutcomesWriter
+from asyncrl.runtime.processes.resident import resident_bytes, used_ratio
 from asyncrl.runtime.redact import redact_all, shown
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class RunRecorder:
                 **metrics,
                 **self._alarms.entropy_ratio(metrics.get("entropy")),
                 "time/event_loop_lag_s": self.live.take_lag(),
+                **self.live.memory(),
                 **self._epochs(number(metrics, "data/prompts_seen")),
             }
         self.writer.write(event, step, version, metrics)
@@ -147,6 +149,7 @@ class Live:
         """Times, and the tokens until then. The learner's are from the ends of steps."""
         self._engine_tokens: dict[str, int] = {}
         """Replica → tokens that its engine has generated."""
+        self._replica_bytes = 0
         self._shared = SharedText()
         self._shown: Sequence[BatchExample] = ()
 
@@ -255,6 +258,7 @@ class Live:
             now = time.monotonic()
             for status in known:
                 self._engine_tokens[status.replica] = status.tokens_generated
+            self._replica_bytes = max((status.memory_bytes for status in known), default=0)
             if known:
                 made = (now, sum(self._engine_tokens.values()))
                 self._generated = _since(self._rates_since(now), [*self._generated, made])
@@ -265,6 +269,12 @@ class Live:
         """The start of the period of rates: the last two steps, and at least RATE_WINDOW_S. In a
         shorter one, the rate of a large model would mostly be 0."""
         return min([now - RATE_WINDOW_S, *(at for at, _ in self._trained[-3:])])
+
+    def memory(self) -> dict[str, float]:
+        """Memory of the driver, of the largest replica when it was last asked, and of this node."""
+        found = {"memory/driver_bytes": resident_bytes(), "memory/node_ratio": used_ratio()}
+        replica = {"memory/replica_bytes": self._replica_bytes} if self._replica_bytes else {}
+        return found | replica
 
     def take_lag(self) -> float:
         """The longest delay of the event loop since the last call, in seconds."""

@@ -45,6 +45,7 @@ GROUPS = (
     "time",
     "control",
     "weights",
+    "memory",
 )
 """Groups of metrics by importance. Others come after them."""
 CLOSE_TIMEOUT_S = 30.0

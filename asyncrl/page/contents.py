@@ -98,7 +98,7 @@ def _charts(metrics: pa.Table, outcomes: pa.Table, generates: bool) -> dict[str,
             "losses": learning.losses(metrics),
             "preferences": learning.preferences(metrics),
         }
-    return found
+    return found | {"memory": asynchrony.memory(metrics)}
 
 
 def _timelines(

@@ -87,6 +87,10 @@ class RunCharts:
         """Tokens per second that are generated and trained, by step."""
         return self._themed(asynchrony.throughput(self._run.metrics))
 
+    def memory(self) -> Chart:
+        """Memory of the run's parts, and of the driver's machine, by step."""
+        return self._themed(asynchrony.memory(self._run.metrics))
+
     def timeline(self, step: int | None = None, steps: int = WINDOW, rows: int = ROWS) -> Chart:
         """When trajectories waited, were generated, scored and trained, beside what the run did.
 

@@ -241,6 +241,7 @@ def fake_status(replica: str) -> ReplicaStatus:
         tokens_generated=0,
         load=EngineLoad(replica, 0.0, 0, 0),
         kv_cache_tokens=0,
+        memory_bytes=0,
         stop_token_ids=(),
         stop_strings=(),
         tokenizer="",

@@ -29,6 +29,7 @@ OF_METRICS: tuple[Callable[[pa.Table], Chart], ...] = (
     asynchrony.waits,
     asynchrony.publication,
     asynchrony.throughput,
+    asynchrony.memory,
 )
 OF_OUTCOMES = (asynchrony.staleness, asynchrony.versions)
 
@@ -212,3 +213,19 @@ def test_a_notebook_gets_a_picture(tmp_path: Path) -> None:
     run = asyncrl.open_run(write_small_run(tmp_path / "run"))
     shown = run.charts.reward()._repr_mimebundle_()
     assert "image/svg+xml" in str(shown)
+
+
+def test_memory_is_in_gigabytes_by_part() -> None:
+    steps = [
+        {
+            "event": "step",
+            "step": step,
+            "memory/learner_bytes": 2.5e9 * step,
+            "memory/node_ratio": 0.5,
+        }
+        for step in (1, 2)
+    ]
+    found = [*values(asynchrony.memory(metrics(*steps)))]
+    assert {row["y"] for row in found if row["series"] == "learner rank"} == {2.5, 5.0}
+    assert {row["y"] for row in found if row["series"] != "learner rank"} == {0.5}
+    assert "older" in str(asynchrony.memory(metrics({"event": "step", "step": 1})).to_dict())

@@ -106,7 +106,7 @@ def test_a_mean_over_no_tokens_is_nan() -> None:
 
 
 def test_every_sum_of_the_loss_is_summed_over_the_ranks() -> None:
-    apart = {"ratio_max", "nonfinite", "own", "parts"}
+    apart = {"ratio_max", "nonfinite", "own", "parts", "tokens"}
     assert {field.name for field in fields(LossSums)} <= {*NAMES, *apart}
 
 

@@ -100,7 +100,7 @@ def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
         "03 train/loss",
         "07 staleness/histogram/1",
         "02 eval/greedy_accuracy",
-        "15 checkpoint/save_s",
+        "16 checkpoint/save_s",
     ]
     assert [
         (event.step, event.value) for event in registry.Scalars(numbered("eval/greedy_accuracy"))

@@ -13,12 +13,14 @@ from asyncrl.algorithms.loss_metrics import LossSums
 from asyncrl.learning.packing.strategies import Packing
 from asyncrl.models.micro_batches import Example, trajectories_of
 from asyncrl.runtime.functions import FunctionError
+from asyncrl.runtime.processes.resident import resident_bytes
 
 SUMS = tuple(
     field.name
     for field in fields(LossSums)
     if field.name not in ("ratio_max", "nonfinite", "own", "parts", "tokens")
 )
+LARGEST = ("ratio_max", "memory/learner_bytes", "memory/learner_gpu_bytes")
 NAMES = (*SUMS, "entropy", "nonfinite_loss", "nonfinite_gradient")
 
 
@@ -34,7 +36,9 @@ class StepSums:
         self.sums = torch.zeros(
             len(NAMES) + len(self.own) + len(self.parts), dtype=torch.float64, device=device
         )
-        self.ratio_max = torch.zeros(1, dtype=torch.float64, device=device)
+        self.largest = torch.zeros(3, dtype=torch.float64, device=device)
+        """Largest ratio; and when the sums are taken over ranks, resident bytes, and the most
+        bytes that PyTorch has allocated on the GPU."""
 
     def add(self, sums: LossSums, entropy: Tensor) -> None:
         """Add one micro-batch. `entropy` is [N].
@@ -62,7 +66,7 @@ class StepSums:
                 )
             ]
         )
-        self.ratio_max = torch.maximum(self.ratio_max, sums.ratio_max.double())
+        self.largest[0] = torch.maximum(self.largest[0], sums.ratio_max.double())
 
     def nonfinite_gradient(self, found: bool) -> None:
         """Record whether this rank's gradient shards contain NaN or Inf."""
@@ -71,12 +75,14 @@ class StepSums:
     def over_ranks(self) -> dict[str, float]:
         """Sums over all ranks (a collective). `nonfinite_loss` counts tokens and micro-batches.
         `nonfinite_gradient` counts ranks."""
+        self.largest[1] = resident_bytes()
+        if self.largest.is_cuda:
+            self.largest[2] = torch.cuda.max_memory_allocated()
         dist.all_reduce(self.sums)
-        dist.all_reduce(self.ratio_max, op=dist.ReduceOp.MAX)
+        dist.all_reduce(self.largest, op=dist.ReduceOp.MAX)
         names = (*NAMES, *(f"loss/{name}" for name in self.own), *self.parts)
-        return dict(zip(names, self.sums.tolist(), strict=True)) | {
-            "ratio_max": float(self.ratio_max)
-        }
+        found = dict(zip(names, self.sums.tolist(), strict=True))
+        return found | dict(zip(LARGEST, self.largest.tolist(), strict=True))
 
 
 def step_metrics(
@@ -117,6 +123,7 @@ def step_metrics(
         "entropy": totals["entropy"] / tokens,
         "nonfinite_loss": totals["nonfinite_loss"],
         "nonfinite_gradient": totals["nonfinite_gradient"],
+        **{name: totals[name] for name in LARGEST[1:] if totals.get(name)},
         "step_s": seconds,
         "tokens_per_s": input_tokens / seconds,
     }
