@@ -58,6 +58,9 @@ Key = tuple[int, int]
 """(attempt, ordinal) of a group."""
 
 
+_NO_OUTCOME: Mapping[str, Any] = {"outcome": WAITING}
+
+
 class Bar(NamedTuple):
     """A stretch of time, in Unix seconds."""
 
@@ -117,7 +120,9 @@ class Moments:
         return sorted(self._steps)
 
     def window(self, first_step: int, last_step: int, most_rows: int) -> Window:
-        """The groups that these steps trained, and those that were lost meanwhile.
+        """The groups that these steps trained, and those that were lost meanwhile. With the run's
+        last step, also those that wait for a step, and what the run did after it, for as long again
+        at most.
 
         Args:
             most_rows: trajectories that have rows, but at least one group's. Of more, groups are
@@ -133,9 +138,13 @@ class Moments:
                 continue
             if self._of_newest(outcome) and outcome["outcome"] != WAITING:
                 (trained if outcome["outcome"] == TRAINED else lost).append(self._at[key])
-        rows = self._rows(sorted([*trained, *lost]))
+        waiting = list[int]()
+        if steps and last_step >= self.steps[-1]:
+            end = min(max(end, self._last_moment()), end + (end - start))
+            waiting = self._waiting(start, end, steps[-1]["attempt"])
+        rows = self._rows(sorted([*trained, *lost, *waiting]))
         shown = _chosen(rows, self._lost_keys(lost), most_rows)
-        bars, names = self._trajectories(shown)
+        bars, names = self._trajectories(shown, end)
         begin = min((bar.start for bar in bars), default=start)
         return Window(
             self._lanes(min(begin, start), end),
@@ -146,6 +155,25 @@ class Moments:
             len(rows),
             len(shown),
         )
+
+    def _last_moment(self) -> float:
+        """When the last commit or evaluation ended."""
+        records = [*self._records["commit"], *self._records["evaluation"]]
+        return max((row["time"] for row in records), default=0.0)
+
+    def _waiting(self, start: float, end: float, attempt: int) -> list[int]:
+        """The groups of an attempt that were scored in this time, and that no step has taken
+        yet."""
+        if "scored_at" not in self._groups.column_names:
+            return []
+        scored = self._groups["scored_at"].to_pylist()
+        return [
+            index
+            for (made_in, ordinal), index in self._at.items()
+            if made_in == attempt
+            and start <= (scored[index] or 0.0) <= end
+            and self._outcome.get((made_in, ordinal), _NO_OUTCOME)["outcome"] == WAITING
+        ]
 
     def _of_newest(self, outcome: Mapping[str, Any]) -> bool:
         """Whether the group ended in the newest attempt that took its step. A step of which no
@@ -165,7 +193,9 @@ class Moments:
         table = self._groups.select(names).take(pa.array(indices, pa.int64()))
         return sorted(table.to_pylist(), key=lambda row: (_admitted(row), row["ordinal"]))
 
-    def _trajectories(self, groups: Sequence[Mapping[str, Any]]) -> tuple[list[Bar], list[str]]:
+    def _trajectories(
+        self, groups: Sequence[Mapping[str, Any]], end: float
+    ) -> tuple[list[Bar], list[str]]:
         bars: list[Bar] = []
         names: list[str] = []
         for group in groups:
@@ -175,7 +205,7 @@ class Moments:
                 attempt = f" of attempt {group['attempt']}" if group["attempt"] else ""
                 names.append(f"group {group['ordinal']}{attempt}, trajectory {index}")
                 bars += self._generation(row, group, index, spans)
-                bars += self._after(row, group, self._outcome[key])
+                bars += self._after(row, group, self._outcome.get(key, _NO_OUTCOME), end)
         return bars, names
 
     def _generation(
@@ -217,8 +247,10 @@ class Moments:
             at, last = at + tokens, max(last, ended)
         return [*bars, Bar(row, SIBLINGS, last, group["finished_at"], None, "")]
 
-    def _after(self, row: int, group: Mapping[str, Any], outcome: Mapping[str, Any]) -> list[Bar]:
-        """From the group's last token until a step trains it."""
+    def _after(
+        self, row: int, group: Mapping[str, Any], outcome: Mapping[str, Any], end: float
+    ) -> list[Bar]:
+        """From the group's last token until a step trains it, or until `end` if none has yet."""
         finished, scored = group["finished_at"], group.get("scored_at")
         if scored is None:
             return []
@@ -227,6 +259,9 @@ class Moments:
             step = self._steps[outcome["step"]]
             note = f"trained by step {outcome['step']}"
             bars.append(Bar(row, BUFFER, scored, _started(step), None, note))
+        elif outcome["outcome"] == WAITING:
+            note = "no step has taken it yet"
+            bars.append(Bar(row, BUFFER, scored, max(scored, end), None, note))
         else:
             why = f": {outcome['reason']}" if outcome["reason"] else ""
             note = f"{outcome['outcome']} by step {outcome['step']}{why}"

@@ -18,6 +18,7 @@ from asyncrl.charts.moments import (
     SIBLINGS,
     STEPS,
     TOOLS,
+    TRAINED,
     WAITS,
     Bar,
     Moments,
@@ -159,7 +160,7 @@ def _trajectories(window: Window) -> dict[str, Any]:
     if working := [bar for bar in lasting if bar.kind in THICK]:
         block = {"type": "bar", "height": thick - 1}
         layers.append(_layer(working, block, y, names, x2=END, color=_kind_color(working)))
-    if trained := [bar for bar in window.bars if bar.kind == BUFFER]:
+    if trained := [bar for bar in window.bars if bar.note.startswith(TRAINED)]:
         mark = {"type": "point", "shape": "circle", "color": BLUE, "filled": True, "size": 16}
         layers.append(_layer(trained, mark | {"opacity": 1}, y, names, x=_x("end")))
     known = {*THIN, *THICK, GENERATES}

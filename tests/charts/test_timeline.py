@@ -27,6 +27,7 @@ from asyncrl.charts.moments import (
 )
 from asyncrl.charts.timeline import MOST_WINDOWS, WINDOW, timeline, windows
 from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.rundir.reader import _records_table
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +218,28 @@ def test_it_draws_and_says_what_is_missing(run: asyncrl.Run) -> None:
     assert b"no times of its steps" in picture(timeline(*tables[:2], pa.table({})))
     assert b"Nothing is recorded of step 99" in picture(timeline(*tables, step=99, steps=1))
     assert picture(run.charts.timeline(step=4)).startswith(b"<svg")
+
+
+def test_the_last_window_has_what_waits_and_what_came_after_the_last_step(
+    run: asyncrl.Run,
+) -> None:
+    """Step 6 lasts from 26 to 26.5, so the window may last until 27. Group 14 is scored at 26."""
+    groups = pa.concat_tables(
+        [run.groups(), groups_to_table([small_group(14, 4)])], promote_options="permissive"
+    )
+    records = [dict(record) for record in run.records()]
+    for record in records:
+        if record["event"] in ("commit", "evaluation"):
+            record["time"] = 26.8 if record["event"] == "evaluation" else 26.6
+            record["eval/seconds"] = 0.2
+    metrics = _records_table(records)
+    moments = Moments(groups, run.outcomes(), metrics)
+    window = moments.window(6, 6, 100)
+    row = window.names.index("group 14, trajectory 0")
+    assert of_row(window.bars, row)[-1] == (BUFFER, 26.0, 26.8, None)
+    assert [bar.note for bar in window.bars if bar.row == row][-1] == "no step has taken it yet"
+    evaluations = {(bar.start, bar.end) for bar in window.lanes if bar.row == "evaluations"}
+    assert {(round(start, 6), round(end, 6)) for start, end in evaluations} == {(26.6, 26.8)}
+    assert "group 14, trajectory 0" not in moments.window(5, 5, 100).names
+    chart = timeline(groups, run.outcomes(), metrics, step=6, steps=1)
+    assert picture(chart).startswith(b"<svg")
