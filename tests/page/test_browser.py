@@ -129,6 +129,8 @@ def test_an_address_opens_a_token_and_arrows_go_on(small_run: Path, opened: Open
     opened.page.keyboard.press("ArrowRight")
     assert "3 of 3" in opened.text(".facts") and "stops its gradient" in opened.text(".facts")
     assert opened.page.evaluate("location.hash") == "#/step/6/group/12/1/token/2"
+    opened.page.evaluate("location.hash = '#/group/100/0/token/0'")
+    opened.page.wait_for_selector("text=no: its group is dropped")
     for missing, said in (("12/7", "no trajectory 7"), ("12/0/token/9", "no token 9")):
         opened.page.evaluate("place => { location.hash = place; }", f"#/group/{missing}")
         opened.page.wait_for_selector(f"text={said}")

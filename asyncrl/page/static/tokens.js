@@ -6,8 +6,9 @@ import { DASH, number } from "./values.js";
 const CHUNK = 1000; // tokens of a block that the browser lays out only when it is in view
 const HUES = [210, 30, 150, 320, 60, 270, 0, 100];
 
-/** The completion, colored by version; `choose(index)` is called for a token that is chosen. */
-export function tokens(trajectory, chosen, choose) {
+/** The completion, colored by version; `choose(index)` is called for a token that is chosen.
+ * `outcome` is that of its group. */
+export function tokens(trajectory, outcome, chosen, choose) {
   const oldest = Math.min(...trajectory.versions.map(([version]) => version));
   const facts = el("dl", { class: "facts", "aria-live": "polite" });
   const body = el("div", { class: "tokens", tabindex: "0", role: "listbox", "aria-label": "tokens" });
@@ -28,7 +29,7 @@ export function tokens(trajectory, chosen, choose) {
     current = index;
     spans[index].classList.add("chosen");
     if (scroll) spans[index].scrollIntoView({ block: "nearest" });
-    facts.replaceChildren(...numbers(trajectory, index));
+    facts.replaceChildren(...numbers(trajectory, outcome, index));
   };
   body.addEventListener("mouseover", (event) => {
     if (event.target.dataset.index) select(Number(event.target.dataset.index), false);
@@ -60,8 +61,16 @@ function versionOf(trajectory, index) {
   return span ? span[0] : 0;
 }
 
-function numbers(trajectory, index) {
-  const masked = trajectory.mask.length > 0 && !trajectory.mask[index];
+/** Why a token was not trained; "" if it was. */
+function untrained(trajectory, outcome, index) {
+  if (trajectory.mask.length > 0 && !trajectory.mask[index]) return "the mask leaves it out";
+  if (trajectory.status !== "ok") return trajectory.status || "not scored";
+  if (outcome !== "trained") return `its group is ${outcome}`;
+  return trajectory.learner && trajectory.learner.logprobs[index] === null ? "beyond the staleness bound" : "";
+}
+
+function numbers(trajectory, outcome, index) {
+  const no = untrained(trajectory, outcome, index);
   const logprob = trajectory.logprobs[index];
   const { learner } = trajectory;
   const of = (name) => {
@@ -69,8 +78,7 @@ function numbers(trajectory, index) {
     return learner[name].length === 1 ? learner[name][0] : learner[name][index];
   };
   const computed = learner ? learner.logprobs[index] : null;
-  const why = masked || trajectory.status !== "ok" ? "" : learner ? " (not trained)" : " (not recorded)";
-  const learned = (text) => computed === null ? DASH + why : text;
+  const learned = (text) => computed === null ? `${DASH}${no ? "" : " (not recorded)"}` : text;
   const facts = {
     token: `${index + 1} of ${trajectory.pieces.length}`,
     text: JSON.stringify(trajectory.pieces[index]),
@@ -83,8 +91,7 @@ function numbers(trajectory, index) {
     clip: learned(learner?.clipped.includes(index) ? "stops its gradient" : "no"),
     "importance weight": learned(number(of("weights"), 4)),
     correction: learned(learner?.masked.includes(index) ? "masks it" : "keeps it"),
-    "trained": masked ? "no: the mask leaves it out" : trajectory.status === "ok" ? "yes"
-      : `no: ${trajectory.status || "not scored"}`,
+    trained: no ? `no: ${no}` : "yes",
     advantage: number(of("advantages") ?? trajectory.advantage, 4),
   };
   return Object.entries(facts).map(([name, value]) =>
