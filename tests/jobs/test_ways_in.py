@@ -102,6 +102,8 @@ class Cluster:
         self.environment |= {
             "ASYNCRL_API_KEY": secrets.token_hex(16),
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLOSED,
+            # Serve kills a proxy that is not ready in 5 s, and a busy machine takes longer.
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         }
         options = [
             f"--port={self.port}",
