@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,11 +93,20 @@ class Window:
 class Moments:
     """The times of a run, for windows of it."""
 
-    def __init__(self, groups: pa.Table, outcomes: pa.Table, metrics: pa.Table) -> None:
+    def __init__(
+        self,
+        groups: pa.Table,
+        outcomes: pa.Table,
+        metrics: pa.Table,
+        taken_over: Collection[Key] = (),
+    ) -> None:
         """
         Args:
-            groups, outcomes, metrics: of `asyncrl.open_run`.
+            groups, outcomes, metrics, taken_over: of `asyncrl.open_run`.
         """
+        self._taken_over = set(taken_over)
+        attempts = metrics["attempt"].to_pylist() if "attempt" in metrics.column_names else []
+        self._newest = max((one for one in attempts if one is not None), default=0)
         self._groups = groups
         keys = zip(groups["attempt"].to_pylist(), groups["ordinal"].to_pylist(), strict=True)
         self._at: dict[Key, int] = {key: index for index, key in enumerate(keys)}
@@ -141,7 +150,7 @@ class Moments:
         waiting = list[int]()
         if steps and last_step >= self.steps[-1]:
             end = min(max(end, self._last_moment()), end + (end - start))
-            waiting = self._waiting(start, end, steps[-1]["attempt"])
+            waiting = self._waiting(start, end)
         rows = self._rows(sorted([*trained, *lost, *waiting]))
         shown = _chosen(rows, self._lost_keys(lost), most_rows)
         bars, names = self._trajectories(shown, end)
@@ -161,18 +170,18 @@ class Moments:
         records = [*self._records["commit"], *self._records["evaluation"]]
         return max((row["time"] for row in records), default=0.0)
 
-    def _waiting(self, start: float, end: float, attempt: int) -> list[int]:
-        """The groups of an attempt that were scored in this time, and that no step has taken
-        yet."""
+    def _waiting(self, start: float, end: float) -> list[int]:
+        """The groups that were scored in this time, and that wait for a step of the newest
+        attempt."""
         if "scored_at" not in self._groups.column_names:
             return []
         scored = self._groups["scored_at"].to_pylist()
         return [
             index
-            for (made_in, ordinal), index in self._at.items()
-            if made_in == attempt
+            for key, index in self._at.items()
+            if (key[0] == self._newest or key in self._taken_over)
             and start <= (scored[index] or 0.0) <= end
-            and self._outcome.get((made_in, ordinal), _NO_OUTCOME)["outcome"] == WAITING
+            and self._outcome.get(key, _NO_OUTCOME)["outcome"] == WAITING
         ]
 
     def _of_newest(self, outcome: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@ did meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -21,6 +21,7 @@ from asyncrl.charts.moments import (
     TRAINED,
     WAITS,
     Bar,
+    Key,
     Moments,
     Window,
 )
@@ -59,6 +60,7 @@ def timeline(
     step: int | None = None,
     steps: int = WINDOW,
     rows: int = ROWS,
+    taken_over: Collection[Key] = (),
 ) -> Chart:
     """Some trajectories, one in each row, from their admission until a step trains them, below the
     learner's steps, publications, pauses, evaluations and events.
@@ -66,12 +68,12 @@ def timeline(
     A trajectory's color changes when its replica had the next version.
 
     Args:
-        groups, outcomes, metrics: of `asyncrl.open_run`.
+        groups, outcomes, metrics, taken_over: of `asyncrl.open_run`.
         step: the last step of the window; default: the last one of the run.
         steps: how many steps the window has.
         rows: trajectories at most.
     """
-    moments = Moments(groups, outcomes, metrics)
+    moments = Moments(groups, outcomes, metrics, taken_over)
     if not moments.steps:
         return missing(TITLE, NOT_RECORDED)
     last = moments.steps[-1] if step is None else step

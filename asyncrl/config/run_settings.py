@@ -37,6 +37,8 @@ class Limits(NamedTuple):
     """Whether tokens beyond `max_staleness` are masked."""
     train_ends: tuple[str, ...] = ()
     """Ends of sessions that are trained. Empty without an environment."""
+    records_tokens: bool = False
+    """Whether policy steps record what they computed at each token."""
 
 
 class RunSettings(Section):

@@ -135,6 +135,7 @@ class Settings(RunSettings):
             self.groups_per_step,
             self.staleness.masks,
             tuple(self.environment.train_ends) if self.environment else (),
+            self.observe.trained_tokens and self.algorithm.preference is None,
         )
 
     @property

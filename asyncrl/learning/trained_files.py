@@ -29,25 +29,23 @@ class TrainedFiles:
         self._last: Future[None] | None = None
 
     def write(self, rows: pa.Table) -> None:
-        """Queue one file with the rows of a step on this rank: TRAINED_COLUMNS except
-        `trained_in`. Does nothing without rows.
+        """Begin to write one file with the rows of a step on this rank: TRAINED_COLUMNS except
+        `trained_in`. Waits for the file of the step before, so that a rank that dies loses one file
+        at most. Does nothing without rows.
 
         Raises:
             OSError: an earlier file could not be written.
         """
-        if self._last is not None and self._last.done():
-            self._last.result()
+        self.flush()
         if rows.num_rows:
-            self._last = self._thread.submit(self._write, rows, self._last)
+            self._last = self._thread.submit(self._write, rows)
 
     def flush(self) -> None:
-        """Wait until all queued files are complete. Raises OSError if one could not be written."""
+        """Wait until all files are complete. Raises OSError if one could not be written."""
         if self._last is not None:
             self._last.result()
 
-    def _write(self, rows: pa.Table, before: Future[None] | None) -> None:
-        if before is not None:
-            before.result()
+    def _write(self, rows: pa.Table) -> None:
         trained_in = pa.array([self._attempt] * len(rows), TRAINED_COLUMNS["trained_in"])
         table = rows.append_column("trained_in", trained_in).select([*TRAINED_COLUMNS])
         make_directory(self._directory)

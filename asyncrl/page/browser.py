@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import html
 import os
+import subprocess
 import sys
-import threading
-import webbrowser
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -37,6 +36,12 @@ def open_page(address: str) -> Iterator[None]:
             f'<!doctype html><meta http-equiv="refresh" content="0; url={target}">'
             f'<a href="{target}">The run</a>\n'
         )
-        # It waits some seconds for the browser.
-        threading.Thread(target=webbrowser.open, args=(file.as_uri(),), daemon=True).start()
+        # A browser that is new keeps the files that it gets, such as a pipe of this process.
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "webbrowser", file.as_uri()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         yield

@@ -68,10 +68,11 @@ def contents(run: Run) -> dict[str, Any]:
             for name, chart in _charts(metrics, outcomes, generates).items()
         ],
         "themes": {"light": theme(), "dark": theme(dark=True)},
-        "timelines": _timelines(groups, outcomes, metrics, notable) if generates else [],
+        "timelines": _timelines(run, groups, outcomes, metrics, notable) if generates else [],
         "groups": rows,
         "details": details,
         "chosen": note,
+        "stale_above": _stale_above(run) if generates else None,
         "lost": _lost(outcomes, set(zip(rows["attempt"], rows["ordinal"], strict=True))),
         "notable": notable,
         "settings": (run.directory / "config.yaml").read_text(errors="replace"),
@@ -102,10 +103,14 @@ def _charts(metrics: pa.Table, outcomes: pa.Table, generates: bool) -> dict[str,
 
 
 def _timelines(
-    groups: pa.Table, outcomes: pa.Table, metrics: pa.Table, notable: Sequence[dict[str, Any]]
+    run: Run,
+    groups: pa.Table,
+    outcomes: pa.Table,
+    metrics: pa.Table,
+    notable: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Windows over the run and at its notable steps, each with its chart."""
-    moments = Moments(groups, outcomes, metrics)
+    moments = Moments(groups, outcomes, metrics, run.taken_over())
     found = []
     for last in windows(moments, [one["step"] for one in notable]):
         window = moments.window(last - WINDOW + 1, last, ROWS)
@@ -164,7 +169,8 @@ def _groups(
         "detail": [at.get(index, -1) for index in range(len(keys))],
     }
     pieces = Pieces(_tokenizer(run))
-    trained = of_trajectories(run.trained(damaged), [keys[index][1] for index in chosen])
+    ordinals = [keys[index][1] for index in chosen]
+    trained = of_trajectories(run.trained(damaged, ordinals, skipped=True))
     details = [
         _detail(row, pieces, trained)
         for row in groups.take(pa.array(chosen, pa.int64())).to_pylist()
@@ -208,7 +214,7 @@ def _detail(row: dict[str, Any], pieces: Pieces, trained: Rows) -> dict[str, Any
                 "text": row["completion_text"][index] or "",
                 "session": session_of(row, index, pieces),
                 "pieces": pieces.of(ids),
-                "logprobs": [_rounded(one) for one in row["logprobs"][index]],
+                "logprobs": [_written(one) for one in row["logprobs"][index]],
                 "learner": _learner(
                     trained.get((row["attempt"], row["ordinal"], index), []), len(ids)
                 ),
@@ -231,16 +237,22 @@ def _detail(row: dict[str, Any], pieces: Pieces, trained: Rows) -> dict[str, Any
     }
 
 
+def _stale_above(run: Run) -> int | None:
+    """The staleness above which a step masks tokens; None if it masks none."""
+    limits = run.settings.limits
+    return limits.max_staleness if limits.masks_stale else None
+
+
 def _learner(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, list[Any]] | None:
-    """What the learner computed at each token; None if it trained or recorded none. A list whose
-    items are all equal has one, and the flags are the indices of their tokens."""
+    """What the learner computed at each token; None if it computed or recorded none. A list whose
+    values are all equal has one, and the flags are the indices of their tokens."""
     if not rows:
         return None
     found = at_tokens(rows, tokens)
     return {
-        "logprobs": [_rounded(one) for one in found["logprobs"]],
+        "logprobs": [_written(one) for one in found["logprobs"]],
         **{
-            name: _once([_rounded(one) for one in found[name]])
+            name: _once([_written(one) for one in found[name]])
             for name in ("weights", "advantages")
         },
         **{
@@ -251,8 +263,16 @@ def _learner(rows: Sequence[dict[str, Any]], tokens: int) -> dict[str, list[Any]
 
 
 def _once(values: list[Any]) -> list[Any]:
+    """One of them, if all that are there are equal."""
     known = {one for one in values if one is not None}
     return [*known] if len(known) == 1 else values
+
+
+def _written(value: float | None) -> float | str | None:
+    """With five decimals, so that ratios are exact to 1e-5; what JSON cannot hold as text."""
+    if value is None:
+        return None
+    return round(value, 5) if math.isfinite(value) else str(value)
 
 
 def _lost(outcomes: pa.Table, keys: Collection[tuple[int, int]]) -> list[dict[str, Any]]:

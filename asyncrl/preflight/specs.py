@@ -88,7 +88,7 @@ def learner_spec(config: Config) -> LearnerSpec:
         spec,
         packing_strategy=config.warm_start.packing_strategy.name if config.warm_start else "bfd",
         engine_share=config.engine_share if config.takes_shifts_on_gpus else None,
-        records_tokens=config.observe.trained_tokens and config.algorithm.preference is None,
+        records_tokens=config.limits.records_tokens,
     )
 
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-END_S = 10.0
-"""Seconds that the process gets to end."""
+END_S, READ_S = 10.0, 1.0
+"""Seconds that the process gets to end, and that its last lines get to be read."""
 
 
 class PageProcess:
@@ -30,15 +30,19 @@ class PageProcess:
         if self._process is not None:
             return
         command = [sys.executable, "-P", "-m", "asyncrl.cli", "watch"]
-        self._process = subprocess.Popen(
-            [*command, str(directory), "--open", "--attached"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(directory), "--open", "--attached"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:  # a page is not worth a run
+            self._say(f"it could not be started: {error}")
+            return
         self._reads = threading.Thread(target=self._read, name="page", daemon=True)
         self._reads.start()
 
@@ -53,7 +57,7 @@ class PageProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reads.join(END_S)
+        self._reads.join(READ_S)
 
     def _read(self) -> None:
         assert self._process is not None and self._process.stdout is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 import pyarrow as pa
@@ -19,6 +20,8 @@ class Recorded(Protocol):
     def groups(self) -> pa.Table: ...
 
     def outcomes(self) -> pa.Table: ...
+
+    def taken_over(self) -> Collection[tuple[int, int]]: ...
 
 
 class RunCharts:
@@ -101,7 +104,8 @@ class RunCharts:
         """
         run = self._run
         tables = (run.groups(), run.outcomes(), run.metrics)
-        return self._themed(timeline(*tables, step=step, steps=steps, rows=rows))
+        drawn = timeline(*tables, step=step, steps=steps, rows=rows, taken_over=run.taken_over())
+        return self._themed(drawn)
 
     def _themed(self, chart: Chart) -> Chart:
         return themed(chart, self._dark)

@@ -269,6 +269,7 @@ class RunDirectory:
             max_staleness=limits.max_staleness,
             masks_stale=limits.masks_stale,
             train_ends=list(limits.train_ends),
+            records_tokens=limits.records_tokens,
             n_samples_per_prompt=limits.n_samples_per_prompt,
             groups_per_step=limits.groups_per_step,
             data_hash=state.data_hash,

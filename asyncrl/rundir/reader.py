@@ -7,7 +7,7 @@ being written and is skipped. A group that was written again after a failure app
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +35,7 @@ from asyncrl.contracts.rows import (
 from asyncrl.rundir.metrics import read_metrics, refuse_odd
 from asyncrl.rundir.outcomes import OUTCOME_COLUMNS, refuse_old_folder
 from asyncrl.rundir.record import AttemptRecord, is_locked, read_record
-from asyncrl.rundir.tokens import of_trajectories, token_table, without_copies
+from asyncrl.rundir.tokens import of_outcomes, of_trajectories, token_table, trained_fault
 from asyncrl.runtime.files import parquet
 
 if TYPE_CHECKING:
@@ -215,6 +215,14 @@ class Run:
         """
         return _distinct(self.every_outcome(damaged))
 
+    def taken_over(self) -> set[tuple[int, int]]:
+        """(attempt, ordinal) of the groups that waited in the checkpoint from which the newest
+        attempt resumed. Empty if run.json cannot be read."""
+        with suppress(ConfigError, OSError):
+            waiting = read_record(self.directory)["attempts"][-1]["waiting"]
+            return {(attempt, ordinal) for attempt, ordinal in waiting}
+        return set()
+
     def every_outcome(self, damaged: list[str] | None = None) -> pa.Table:
         """The outcomes with duplicates. A group has several rows if it waited in a checkpoint from
         which several attempts resumed."""
@@ -229,14 +237,32 @@ class Run:
         """
         return _read_parquet(self.directory / "evaluations", pa.schema([*ANSWER_COLUMNS.items()]))
 
-    def trained(self, damaged: list[str] | None = None) -> pa.Table:
+    def trained(
+        self,
+        damaged: list[str] | None = None,
+        ordinals: Sequence[int] | None = None,
+        skipped: bool = False,
+    ) -> pa.Table:
         """One row per trajectory that a policy step trained, or per path through a session:
         `asyncrl.contracts.rows.TRAINED_COLUMNS`. Empty with `observe.trained_tokens: false`.
-        `damaged` as in `groups`."""
+
+        Args:
+            damaged: as in `groups`.
+            ordinals: of the groups to read. None: all.
+            skipped: also what steps computed that were skipped, such as NaN.
+        """
+
+        def chosen(table: pa.Table) -> pa.Table:
+            if fault := trained_fault(table):
+                raise pa.ArrowInvalid(fault)
+            if ordinals is None:
+                return table
+            return table.filter(pc.is_in(table["ordinal"], pa.array(ordinals, pa.int64())))
+
         schema = pa.schema([*TRAINED_COLUMNS.items()])
-        return without_copies(
-            _read_parquet(self.directory / "trained", schema, damaged, self._kept)
-        )
+        rows = _read_parquet(self.directory / "trained", schema, damaged, self._kept, chosen)
+        outcomes = self.outcomes(None if damaged is None else [])  # whoever needs them names these
+        return of_outcomes(rows, outcomes, skipped)
 
     def tokens(self, ordinal: int, index: int = 0, attempt: int | None = None) -> pa.Table:
         """One row per sampled token of a trajectory: `asyncrl.rundir.tokens.TOKEN_COLUMNS`.
@@ -261,7 +287,7 @@ class Run:
                 " take one of `Run.trajectories()`"
             )
         group = found[-1]
-        rows = of_trajectories(self.trained(), [ordinal])
+        rows = of_trajectories(self.trained(ordinals=[ordinal]))
         return token_table(group, index, rows.get((group["attempt"], ordinal, index), []))
 
     def trajectories(self) -> pa.Table:
@@ -312,18 +338,24 @@ def _read_parquet(
     empty: pa.Schema,
     damaged: list[str] | None = None,
     kept: Kept | None = None,
+    chosen: Callable[[pa.Table], pa.Table] = lambda table: table,
 ) -> pa.Table:
     """All complete files of a folder as one table, or an empty table with the schema `empty`. A
     damaged file is left out and named in `damaged`, if that is given. A file whose table `kept` has
-    is not read again."""
+    is not read again.
+
+    Args:
+        chosen: gives the wanted rows of a file's table. It raises pyarrow.ArrowInvalid if the file
+            is damaged.
+    """
     tables = []
     for path in sorted(directory.glob("*.parquet")):
         if path.name.startswith("."):
             continue
         try:
-            tables.append(_table(path, kept))
+            tables.append(chosen(_table(path, kept)))
         except FileNotFoundError:  # merged into a larger file since the folder was listed
-            return _read_parquet(directory, empty, damaged, kept)
+            return _read_parquet(directory, empty, damaged, kept, chosen)
         except (pa.ArrowInvalid, OSError) as error:
             if damaged is None:
                 raise

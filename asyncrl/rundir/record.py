@@ -47,6 +47,8 @@ class AttemptRecord(TypedDict):
     """Whether the attempt's `staleness.on_stale` is `mask`. Absent: it is not."""
     train_ends: NotRequired[list[str]]
     """The attempt's `environment.train_ends`; empty without an environment. Absent: unknown."""
+    records_tokens: NotRequired[bool]
+    """Whether the attempt writes `trained/*.parquet`. Absent: it does not."""
     n_samples_per_prompt: Count
     groups_per_step: Count
     data_hash: str

@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from asyncrl.contracts.rows import TRAINED_COLUMNS
+
 Rows = dict[tuple[int, int, int], list[dict[str, Any]]]
 """(attempt, ordinal, index) of a trajectory → its rows of `trained/*.parquet`."""
 RowKey = tuple[int, int, int, int, int, int]
@@ -32,16 +34,45 @@ TOKEN_COLUMNS: dict[str, pa.DataType] = {
 the learner computed is null for a token that was not trained or not recorded."""
 
 
-def without_copies(rows: pa.Table) -> pa.Table:
-    """The rows of the last attempt that trained each group, each once. A crash while files are
-    merged leaves copies."""
-    keys = row_keys(rows)
-    last: dict[tuple[int, int], int] = {}
-    for trained_in, _, attempt, ordinal, *_ in keys:
-        last[attempt, ordinal] = max(trained_in, last.get((attempt, ordinal), 0))
-    kept = {key: row for row, key in enumerate(keys) if key[0] == last[key[2], key[3]]}
-    order = sorted(kept, key=lambda key: key[2:])
-    return rows.take(pa.array([kept[key] for key in order], pa.int64()))
+def trained_fault(table: pa.Table) -> str:
+    """What is wrong with the table of a file of `trained/`; "" if nothing is."""
+    for name, kind in TRAINED_COLUMNS.items():
+        if name not in table.column_names or not table.schema.field(name).type.equals(kind):
+            return f"it has no column {name!r} of type {kind}"
+        if name != "positions" and table[name].null_count:
+            return f"a value of {name!r} is missing"
+    lengths = [pc.list_value_length(table[name]) for name in OF_TOKENS]
+    if any(not one.equals(lengths[0]) for one in lengths):
+        return "a row has lists of different lengths"
+    given = pc.list_value_length(table["positions"])
+    if pc.any(pc.not_equal(given, lengths[0])).as_py():
+        return "a row has other positions than tokens"
+    return ""
+
+
+def of_outcomes(rows: pa.Table, outcomes: pa.Table, skipped: bool = False) -> pa.Table:
+    """The rows of the steps that gave the groups their outcomes, each once. Other attempts may have
+    trained a group too, and a crash while files are merged leaves copies.
+
+    Args:
+        outcomes: of `Run.outcomes()`.
+        skipped: also those of groups whose step was skipped.
+    """
+    names = ("attempt", "ordinal", "outcome", "ended_in", "trained_at_version")
+    ended = {
+        (attempt, ordinal): (outcome, ended_in, version)
+        for attempt, ordinal, outcome, ended_in, version in zip(
+            *(outcomes[name].to_pylist() for name in names), strict=True
+        )
+    }
+    kept: dict[RowKey, int] = {}
+    for row, key in enumerate(row_keys(rows)):
+        outcome, ended_in, version = ended.get((key[2], key[3]), ("", -1, -1))
+        taken = outcome == "trained" and version == key[1]
+        if ended_in == key[0] and (taken or (skipped and outcome == "skipped")):
+            kept[key] = row
+    order = [kept[key] for key in sorted(kept, key=lambda key: key[2:])]
+    return rows if order == [*range(len(rows))] else rows.take(pa.array(order, pa.int64()))
 
 
 def row_keys(rows: pa.Table) -> list[RowKey]:
@@ -51,14 +82,8 @@ def row_keys(rows: pa.Table) -> list[RowKey]:
     return [*zip(*(rows[name].to_pylist() for name in names), firsts, strict=True)]
 
 
-def of_trajectories(rows: pa.Table, ordinals: Sequence[int] | None = None) -> Rows:
-    """The rows by trajectory.
-
-    Args:
-        ordinals: of the groups to read; None = all.
-    """
-    if ordinals is not None:
-        rows = rows.filter(pc.is_in(rows["ordinal"], pa.array(ordinals, pa.int64())))
+def of_trajectories(rows: pa.Table) -> Rows:
+    """The rows by trajectory."""
     found: Rows = {}
     for row in rows.to_pylist():
         found.setdefault((row["attempt"], row["ordinal"], row["index"]), []).append(row)
@@ -73,7 +98,8 @@ def at_tokens(rows: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, list[
         at = row["positions"] or range(len(row["logprobs"]))
         for name, values in found.items():
             for position, value in zip(at, row[name], strict=True):
-                values[position] = value
+                if 0 <= position < tokens:
+                    values[position] = value
     return found
 
 

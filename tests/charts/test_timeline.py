@@ -241,5 +241,11 @@ def test_the_last_window_has_what_waits_and_what_came_after_the_last_step(
     evaluations = {(bar.start, bar.end) for bar in window.lanes if bar.row == "evaluations"}
     assert {(round(start, 6), round(end, 6)) for start, end in evaluations} == {(26.6, 26.8)}
     assert "group 14, trajectory 0" not in moments.window(5, 5, 100).names
+    for record in records:
+        record["attempt"] = 1  # that resumed
+    resumed = _records_table(records)
+    for taken, shown in (((), False), ([(0, 14)], True)):
+        names = Moments(groups, run.outcomes(), resumed, taken).window(6, 6, 100).names
+        assert any(name.startswith("group 14") for name in names) == shown
     chart = timeline(groups, run.outcomes(), metrics, step=6, steps=1)
     assert picture(chart).startswith(b"<svg")

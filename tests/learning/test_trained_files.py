@@ -18,10 +18,12 @@ from test_session_reference import ORPHANED, wanted
 from transformers import AutoModelForCausalLM
 
 from asyncrl.contracts.group_table import groups_to_table
+from asyncrl.contracts.outcomes import Outcome
 from asyncrl.learning.engine.state import load_state
 from asyncrl.learning.rank import LearnerRank
 from asyncrl.learning.trained_files import TrainedFiles
 from asyncrl.preflight.specs import learner_spec
+from asyncrl.rundir.outcomes import OutcomesWriter
 from asyncrl.rundir.reader import Run
 from asyncrl.rundir.tokens import at_tokens, of_trajectories, token_table
 from asyncrl.runtime.files import parquet
@@ -59,7 +61,17 @@ def recorded(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Run, list[dict[str, float]]]:
     run = tmp_path_factory.mktemp("run")
-    return Run(run), on_ranks(RANKS, steps, tiny_model, run)[0]
+    metrics = on_ranks(RANKS, steps, tiny_model, run)[0]
+    trained = [(1, group.ordinal, 0) for group in GROUPS] + [(0, 7, 1), (1, 50, 2)]
+    outcomes = OutcomesWriter(run / "outcomes", attempt=2)
+    outcomes.write(
+        [
+            Outcome(made_in, ordinal, "trained", "", version + 1, version, 0)
+            for made_in, ordinal, version in trained
+        ]
+    )
+    outcomes.flush()
+    return Run(run), metrics
 
 
 def test_each_trained_token_is_recorded_once_with_its_terms(
@@ -112,7 +124,7 @@ def test_the_tokens_of_sessions_are_where_the_model_sampled_them(
     recorded: tuple[Run, list[dict[str, float]]], tiny_model: Path
 ) -> None:
     run, (_, metrics, _) = recorded
-    rows = of_trajectories(run.trained(), [7])
+    rows = of_trajectories(run.trained(ordinals=[7]))
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     (group,) = table(SESSIONS, [1.0, -0.5, 2.0]).to_pylist()
     trained = 0
@@ -129,23 +141,36 @@ def test_the_tokens_of_sessions_are_where_the_model_sampled_them(
     assert trained == metrics["tokens"]
 
 
-def test_a_resume_counts_instead_of_what_it_abandoned(
+def test_only_the_step_that_gave_a_group_its_outcome_counts(
     recorded: tuple[Run, list[dict[str, float]]],
 ) -> None:
+    """An attempt that was undone, and a copy that a crash in the middle of a merge left."""
     run, _ = recorded
     before = run.trained()
     (path,) = (run.directory / "trained").glob("*rank_0000-00000000.parquet")
-    again = parquet.read_table(path).drop_columns(["trained_in"])
-    files = TrainedFiles(run.directory, 3, 0)
-    files.write(again)
-    files.flush()
-    after = run.trained()
-    ordinals = {*again["ordinal"].to_pylist()}
-    newest = {row["trained_in"] for row in after.to_pylist() if row["ordinal"] in ordinals}
-    assert newest == {3} and {7, 50} <= {*after["ordinal"].to_pylist()}
-    assert len(after) <= len(before)
-    for copied in (run.directory / "trained").glob("attempt_0003*"):
+    copied = path.with_name("attempt_0002-rank_0000-00000099.parquet")
+    copied.write_bytes(path.read_bytes())
+    undone = TrainedFiles(run.directory, 1, 0)
+    undone.write(parquet.read_table(path).drop_columns(["trained_in"]))
+    undone.flush()
+    try:
+        assert run.trained().equals(before) and {*before["trained_in"].to_pylist()} == {2}
+        assert run.trained(ordinals=[7])["ordinal"].unique().to_pylist() == [7]
+    finally:
         copied.unlink()
+        for path in (run.directory / "trained").glob("attempt_0001*"):
+            path.unlink()
+
+
+def test_what_a_skipped_step_computed_is_there_on_request(tmp_path: Path) -> None:
+    files = TrainedFiles(tmp_path, 0, 0)
+    files.write(a_row(3))
+    files.flush()
+    outcomes = OutcomesWriter(tmp_path / "outcomes", attempt=0)
+    outcomes.write([Outcome(0, 3, "skipped", "not_finite", 4)])
+    outcomes.flush()
+    run = Run(tmp_path)
+    assert len(run.trained()) == 0 and len(run.trained(skipped=True)) == 1
 
 
 def test_merging_keeps_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +180,8 @@ def test_merging_keeps_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         files.write(a_row(number))
     files.flush()
     assert len([*(tmp_path / "trained").iterdir()]) == 3
-    assert Run(tmp_path).trained()["ordinal"].to_pylist() == [*range(9)]
+    rows = [parquet.read_table(path) for path in sorted((tmp_path / "trained").iterdir())]
+    assert pa.concat_tables(rows)["ordinal"].to_pylist() == [*range(9)]
 
 
 def test_a_full_disk_ends_the_run_and_nothing_half_written_is_left(tmp_path: Path) -> None:
@@ -183,3 +209,44 @@ def a_row(ordinal: int) -> pa.Table:
             "masked": pa.array([[False]], pa.list_(pa.bool_())),
         }
     )
+
+
+@pytest.mark.parametrize("how", ["columns", "null", "short", "positions", "type"])
+def test_a_damaged_file_is_named_and_the_others_are_read(tmp_path: Path, how: str) -> None:
+    files = TrainedFiles(tmp_path, 0, 0)
+    for ordinal in (1, 2):
+        files.write(a_row(ordinal))
+    files.flush()
+    outcomes = OutcomesWriter(tmp_path / "outcomes", attempt=0)
+    outcomes.write([Outcome(0, one, "trained", "", one + 1, one, 0) for one in (1, 2)])
+    outcomes.flush()
+    path = sorted((tmp_path / "trained").iterdir())[0]
+    table = parquet.read_table(path)
+    (row,) = table.to_pylist()
+    schema = table.schema
+    if how == "columns":
+        parquet.write_table(table.drop_columns(["weights"]), path)
+    else:
+        if how == "null":
+            row["trained_in"] = None
+        elif how == "short":
+            row["clipped"] = []
+        elif how == "positions":
+            row["positions"] = [0, 1]
+        else:
+            schema = schema.set(1, pa.field("ordinal", pa.int32()))
+        parquet.write_table(pa.Table.from_pylist([row], schema), path)
+    damaged: list[str] = []
+    assert Run(tmp_path).trained(damaged)["ordinal"].to_pylist() == [2]
+    assert len(damaged) == 1 and f"trained/{path.name}" in damaged[0]
+    with pytest.raises(pa.ArrowInvalid):
+        Run(tmp_path).trained()
+
+
+def test_positions_outside_a_trajectory_are_no_tokens() -> None:
+    row = {
+        "positions": [-1, 1, 7],
+        **{name: [1.0, 2.0, 3.0] for name in ("logprobs", "weights", "advantages")},
+        **{name: [True] * 3 for name in ("clipped", "masked")},
+    }
+    assert at_tokens([row], 3)["logprobs"] == [None, 2.0, None]

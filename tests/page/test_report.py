@@ -23,7 +23,7 @@ import asyncrl
 from asyncrl.cli import main
 from asyncrl.contracts.group_table import groups_to_table
 from asyncrl.page.chosen import EXTREMES, Row, choose
-from asyncrl.page.contents import MOST_REASONS, _lost
+from asyncrl.page.contents import MOST_REASONS, _learner, _lost
 from asyncrl.page.pieces import Pieces
 from asyncrl.page.report import MODULES, STATIC, html, script, write_report
 from asyncrl.page.verdict import verdict
@@ -348,3 +348,25 @@ def test_three_sentences_say_how_a_run_is(
     for sentence, beginning in zip(found, said, strict=True):
         assert sentence.text.startswith(beginning), sentence
         assert sentence.text.endswith(".")
+
+
+def test_what_is_no_number_is_no_neighbors_number() -> None:
+    row = {
+        "positions": None,
+        "logprobs": [-1.0, math.nan, -3.0],
+        "weights": [1.25, math.inf, 1.25],
+        "advantages": [0.5, 0.5, 0.5],
+        "clipped": [False] * 3,
+        "masked": [False, True, False],
+    }
+    found = _learner([row], 3)
+    assert found is not None and found["logprobs"] == [-1.0, "nan", -3.0]
+    assert found["weights"] == [1.25, "inf", 1.25] and found["advantages"] == [0.5]
+    assert (found["clipped"], found["masked"]) == ([], [1])
+
+
+def test_the_page_knows_which_tokens_were_masked_as_stale(small_run: Path) -> None:
+    assert values_of(page_of(small_run))["stale_above"] is None
+    config = small_run / "config.yaml"
+    config.write_text(config.read_text() + "staleness: {max_staleness: 1, on_stale: mask}\n")
+    assert values_of(page_of(small_run))["stale_above"] == 1

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from pathlib import Path
 
@@ -95,28 +96,42 @@ def test_the_option_reaches_the_run(
     assert ended.value.code == 0 and asked == [(words, watch)]
 
 
-def test_a_browser_opens_a_private_file_that_leads_to_the_page(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_page_that_cannot_start_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
-    done = threading.Event()
+    said: list[str] = []
+    monkeypatch.setattr("sys.executable", str(tmp_path / "nothing"))
+    page = PageProcess(said.append)
+    page.begin(tmp_path)
+    page.end()
+    assert len(said) == 1 and said[0].startswith("it could not be started: ")
 
-    def browser(address: str) -> bool:
-        opened.append(address)
-        done.set()
-        return True
 
-    monkeypatch.setattr("webbrowser.open", browser)
+def test_a_browser_opens_a_private_file_that_leads_to_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened = tmp_path / "opened"
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho noise; echo noise >&2; echo "$1" > {opened}; sleep 60\n')
+    browser.chmod(0o700)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     if sys.platform != "darwin":
         assert not has_screen()
         with open_page("http://127.0.0.1:1/secret/"):
-            assert not opened
-    monkeypatch.setenv("DISPLAY", ":0")
-    with open_page("http://127.0.0.1:1/secret/"):
-        assert done.wait(10) and "secret" not in opened[0]
-        file = Path(opened[0].removeprefix("file://"))
-        assert "url=http://127.0.0.1:1/secret/" in file.read_text()
-        assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    assert not file.exists()
+            assert not opened.exists()
+    monkeypatch.setenv("BROWSER", f"{browser} %s &")
+    said: list[str] = []
+    page = PageProcess(said.append)
+    page.begin(write_small_run(tmp_path / "run"))
+    end = time.monotonic() + 60
+    while not opened.exists() or not opened.read_text().endswith("\n"):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    file = Path(opened.read_text().strip().removeprefix("file://"))
+    assert "url=http://127.0.0.1:" in file.read_text()
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    began = time.monotonic()
+    page.end()  # although the browser goes on
+    assert time.monotonic() - began < 8 and not file.exists()
+    assert len(said) == 1 and said[0].startswith("http://")

@@ -29,7 +29,8 @@ class StepTokens:
         self._order += batch.order
         self._counts += batch.counts
         logprobs, weights, clipped, masked = sums.tokens
-        self._tokens.append((logprobs, weights, batch.advantages, clipped, masked))
+        # The log-probs may be a view of a larger tensor, which has those of a teacher's tokens.
+        self._tokens.append((logprobs.clone(), weights, batch.advantages, clipped, masked))
 
     def table(
         self, examples: Sequence[Example], tables: Sequence[pa.Table], version: int

@@ -137,7 +137,9 @@ export function group(values, index, place, go) {
   const base = link(groups, index);
   const opened = place.trajectory === null ? null : detail.trajectories[place.trajectory];
   const view = opened
-    ? tokens(opened, groups.outcome[index], place.token, (token) => go(`${base}/${place.trajectory}/token/${token}`)) : null;
+    ? tokens(opened, {
+      outcome: groups.outcome[index], version: groups.version[index], staleAbove: values.stale_above,
+    }, place.token, (token) => go(`${base}/${place.trajectory}/token/${token}`)) : null;
   const node = el("section", {}, back, title, facts, why,
     el("h3", {}, "Prompt"), el("pre", { class: "text", dir: "auto" }, shown(detail.prompt)),
     Object.entries(detail.columns).map(([name, value]) =>

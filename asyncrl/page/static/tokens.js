@@ -7,8 +7,8 @@ const CHUNK = 1000; // tokens of a block that the browser lays out only when it 
 const HUES = [210, 30, 150, 320, 60, 270, 0, 100];
 
 /** The completion, colored by version; `choose(index)` is called for a token that is chosen.
- * `outcome` is that of its group. */
-export function tokens(trajectory, outcome, chosen, choose) {
+ * `group` has its outcome, the version that trained it, and the staleness above which tokens are masked. */
+export function tokens(trajectory, group, chosen, choose) {
   const oldest = Math.min(...trajectory.versions.map(([version]) => version));
   const facts = el("dl", { class: "facts", "aria-live": "polite" });
   const body = el("div", { class: "tokens", tabindex: "0", role: "listbox", "aria-label": "tokens" });
@@ -29,7 +29,7 @@ export function tokens(trajectory, outcome, chosen, choose) {
     current = index;
     spans[index].classList.add("chosen");
     if (scroll) spans[index].scrollIntoView({ block: "nearest" });
-    facts.replaceChildren(...numbers(trajectory, outcome, index));
+    facts.replaceChildren(...numbers(trajectory, group, index));
   };
   body.addEventListener("mouseover", (event) => {
     if (event.target.dataset.index) select(Number(event.target.dataset.index), false);
@@ -62,15 +62,16 @@ function versionOf(trajectory, index) {
 }
 
 /** Why a token was not trained; "" if it was. */
-function untrained(trajectory, outcome, index) {
+function untrained(trajectory, group, index) {
   if (trajectory.mask.length > 0 && !trajectory.mask[index]) return "the mask leaves it out";
   if (trajectory.status !== "ok") return trajectory.status || "not scored";
-  if (outcome !== "trained") return `its group is ${outcome}`;
-  return trajectory.learner && trajectory.learner.logprobs[index] === null ? "beyond the staleness bound" : "";
+  if (group.outcome !== "trained") return `its group is ${group.outcome}`;
+  const stale = group.staleAbove !== null && group.version - versionOf(trajectory, index) > group.staleAbove;
+  return stale ? "it is beyond the staleness bound" : "";
 }
 
-function numbers(trajectory, outcome, index) {
-  const no = untrained(trajectory, outcome, index);
+function numbers(trajectory, group, index) {
+  const no = untrained(trajectory, group, index);
   const logprob = trajectory.logprobs[index];
   const { learner } = trajectory;
   const of = (name) => {
@@ -83,15 +84,15 @@ function numbers(trajectory, outcome, index) {
     token: `${index + 1} of ${trajectory.pieces.length}`,
     text: JSON.stringify(trajectory.pieces[index]),
     version: String(versionOf(trajectory, index)),
+    trained: no ? `no: ${no}` : "yes",
     "log-prob of the generator": number(logprob, 4),
     "log-prob of the learner": learned(number(computed, 4)),
-    "probability, then when trained": logprob === null ? DASH
+    "probability, then at the step": logprob === null ? DASH
       : number(Math.exp(logprob), 4) + (computed === null ? "" : ` → ${number(Math.exp(computed), 4)}`),
     ratio: learned(logprob === null ? DASH : number(Math.exp(computed - logprob), 4)),
     clip: learned(learner?.clipped.includes(index) ? "stops its gradient" : "no"),
     "importance weight": learned(number(of("weights"), 4)),
     correction: learned(learner?.masked.includes(index) ? "masks it" : "keeps it"),
-    trained: no ? `no: ${no}` : "yes",
     advantage: number(of("advantages") ?? trajectory.advantage, 4),
   };
   return Object.entries(facts).map(([name, value]) =>

@@ -13,6 +13,7 @@ export async function load() {
 /** A number with at most `digits` decimals; a dash if there is none. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return DASH;
+  if (!Number.isFinite(value)) return String(value); // "nan" and "inf" come as text
   if (value !== 0 && Math.abs(value) < 10 ** -digits) return value.toPrecision(2);
   return Number(value.toFixed(digits)).toLocaleString("en-US", { maximumFractionDigits: digits });
 }

@@ -200,11 +200,15 @@ class Books:
 
     def _read_trained(self, path: Path) -> None:
         attempt = _attempt_in_name(path)
-        for key, row in read_trained(path).items():
+        for key, row in read_trained(path):
             if key[0] != attempt:
-                self.unreadable.append(f"{path}: a row was trained in attempt {key[0]}")
-                return
-            self.trained_rows[key] = row
+                raise ValueError(f"a row was trained in attempt {key[0]}")
+            known = self.trained_rows.setdefault(key, row)
+            # A crash while files are merged leaves copies. NaN differs from itself.
+            if repr(known) != repr(row):
+                self.unreadable.append(
+                    f"{path}: trajectory {key[4]} of group {key[3]} has two rows that differ"
+                )
 
     def _read_answers(self, path: Path) -> None:
         columns = ["set", "attempt", "version", "ordinal", "index", "status", "accuracy"]
