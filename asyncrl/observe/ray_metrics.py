@@ -38,6 +38,9 @@ Prometheus."""
 ACCURACY = re.compile(r"eval/(.+)_accuracy")
 """The accuracy of an evaluation set: `ray_asyncrl_eval_accuracy` with the label `set`."""
 
+WRITTEN = {"Σ": "sum ", "‖": "||", "·": "*", "π": "pi", "²": "^2", "≤": "<=", "–": "-", "…": "..."}
+"""Letters of the catalog that Ray does not take in a description."""
+
 
 def gauge_name(metric: str) -> str:
     """The gauge of a metric, without Ray's prefix."""
@@ -73,5 +76,12 @@ class RayMetricsSink:
         self, name: str, meaning: str, value: float, labels: Mapping[str, str] | None = None
     ) -> None:
         if name not in self._gauges:
-            self._gauges[name] = Gauge(name, meaning, tag_keys=("run", *(labels or {})))
+            self._gauges[name] = Gauge(name, _ascii(meaning), tag_keys=("run", *(labels or {})))
         self._gauges[name].set(value, {"run": self._run, **(labels or {})})
+
+
+def _ascii(text: str) -> str:
+    """The text in the letters that Ray takes."""
+    for letter, written in WRITTEN.items():
+        text = text.replace(letter, written)
+    return text.encode("ascii", "replace").decode()

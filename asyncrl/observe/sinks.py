@@ -380,9 +380,8 @@ def wandb_asks_for_a_key(names: Sequence[str], variables: Mapping[str, str]) -> 
 
 def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
     """TensorBoard, Ray's metrics, and the sinks in `names`."""
-    from asyncrl.observe.ray_metrics import RayMetricsSink  # Ray takes a second to import
-
-    makers: dict[str, Callable[[], Sink]] = {name: partial(PACKAGES[name], run) for name in names}
+    makers: dict[str, Callable[[], Sink]] = {"ray": partial(_ray_metrics, run.name)}
+    makers |= {name: partial(PACKAGES[name], run) for name in names}
     if "wandb" in makers and "wandb" not in sys.modules:
         # Importing wandb creates temporary folders. It is imported here and not in the thread, so
         # that no other code uses the temporary directory at the same time. The thread reports an
@@ -391,8 +390,7 @@ def open_sinks(names: Sequence[str], run: SinkRun) -> list[Sink]:
             importlib.import_module("wandb")
     return [
         TensorBoardSink(run.directory / "tensorboard" / run.name),
-        RayMetricsSink(run.name),
-        *([Background(makers)] if makers else []),
+        Background(makers),
     ]
 
 
@@ -401,6 +399,12 @@ def numbered(name: str) -> str:
     group = name.partition("/")[0]
     number = GROUPS.index(group) + 1 if group in GROUPS else len(GROUPS) + 1
     return f"{number:02d} {name}"
+
+
+def _ray_metrics(run: str) -> Sink:
+    from asyncrl.observe.ray_metrics import RayMetricsSink  # Ray takes a second to import
+
+    return RayMetricsSink(run)
 
 
 def _make(name: str, make: Callable[[], Sink], sinks: dict[str, Sink]) -> None:

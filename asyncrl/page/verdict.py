@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import pvariance
 from typing import Any, Literal
 
 from asyncrl.rundir.reader import Status
 
 ENDS = 10
-"""Steps at each end of a run whose mean reward is compared, at most a quarter of its steps."""
+"""Steps over which a run's reward is averaged, at most a quarter of its steps."""
+FEWEST_STEPS = 8
+"""Steps from which on their rewards say something."""
+NOISE = 2.0
+"""Standard errors by which a figure must change."""
+HELD_OUT = (
+    ("eval/accuracy", "held-out accuracy", 1),
+    ("eval/exact_match", "held-out exact match", 1),
+    ("eval/loss", "held-out loss", -1),
+)
+"""Figure of evaluations, its title, and 1 if more is better, or else -1."""
 ON_DATA = "Nothing waits: the run trains on a dataset."
 SOLVED = 0.99
 """Held-out accuracy from which on a run cannot learn more from such prompts."""
@@ -77,7 +88,7 @@ def _health(
     if wrong:
         return Sentence("bad", f"{end}{_joined(wrong)}.")
     return Sentence(
-        "bad" if status.state == "interrupted" else "good",
+        "note" if status.state == "interrupted" else "good",
         f"{end}Nothing went wrong: no alarm, no skipped step, no lost group.",
     )
 
@@ -92,38 +103,102 @@ def _learning(
         measured = f" Held-out accuracy is {accuracy[-1]:.1%}." if accuracy else ""
         does = "It only evaluates." if status.max_steps == 0 else "It has not taken a step yet."
         return Sentence("note", f"{does}{measured}")
-    said, gains = [], []
-    for name, title, better in (
-        ("eval/accuracy", "held-out accuracy", 1),
-        ("eval/exact_match", "held-out exact match", 1),
-        ("eval/loss", "held-out loss", -1),
-    ):
-        found = _finite(evaluations, name)
-        if any(name in one and one[name] is None for one in evaluations):
-            return Sentence("bad", f"It does not learn: the {title} was not a finite number.")
-        if len(found) > 1:
-            before, after = (_number(found[at], name) for at in (0, -1))
-            said.append(f"{title} went from {before} to {after}")
-            gains.append(better * (found[-1] - found[0]))
-    many = max(1, min(ENDS, len(steps) // 4))
+    measures = [found for one in HELD_OUT if (found := _held_out(evaluations, *one)) is not None]
+    if any(one.broken for one in measures):
+        title = next(one.title for one in measures if one.broken)
+        return Sentence("bad", f"It does not learn: the {title} was not a finite number.")
     name, title, better = (
         ("reward/mean", "the mean reward", 1) if _rewarded(steps) else ("loss", "the loss", -1)
     )
-    found = _finite(steps, name)
-    if len(found) >= 2 * many:
-        low, high = (sum(part) / many for part in (found[:many], found[-many:]))
-        said.append(f"{title} went from {low:.3g} to {high:.3g}")
-        gains.append(better * (high - low))
-    if not said:
+    if (training := _of_steps(_finite(steps, name), title, better)) is not None:
+        measures.append(training)
+    measures = [one for one in measures if one.said]
+    if not measures:
         return Sentence("note", "It has taken too few steps to tell whether it learns.")
-    text = " and ".join(said)
     accuracy = _finite(evaluations, "eval/accuracy")
     if accuracy and accuracy[0] >= SOLVED <= accuracy[-1]:
         known = f"held-out accuracy was {accuracy[0]:.1%} before the first step"
         return Sentence("note", f"It had nothing to learn: {known}.")
-    if gains[0] > 0:
+    return _judged(measures)
+
+
+def _judged(measures: Sequence[_Measure]) -> Sentence:
+    """What measures with a change say together."""
+    text = " and ".join(one.said for one in measures)
+    rose, fell = (any(one.change == way for one in measures) for way in ("better", "worse"))
+    if any(one.fell_back for one in measures):
+        return Sentence("bad", f"It learned at first, and then fell back: {text}.")
+    if rose and fell:
+        return Sentence("bad", f"Its measures contradict each other: {text}.")
+    if rose:
         return Sentence("good", f"It learns: {text}.")
-    return Sentence("bad", f"It does not learn: {text}.")
+    noise = "" if fell else ", which is within the noise"
+    return Sentence("bad", f"It does not learn: {text}{noise}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """How one figure changed over the run."""
+
+    title: str
+    said: str = ""
+    """Empty if it has too few values."""
+    change: Literal["better", "worse", "none"] = "none"
+    """`none`: within the noise."""
+    fell_back: bool = False
+    """Whether its last value is worse than its best one, beyond the noise, and no better than
+    midway between its first and its best one."""
+    broken: bool = False
+    """Whether a value was not finite."""
+
+
+def _held_out(
+    evaluations: Sequence[Mapping[str, Any]], name: str, title: str, better: int
+) -> _Measure | None:
+    """A figure of evaluations; None if they lack it."""
+    if any(name in one and one[name] is None for one in evaluations):
+        return _Measure(title, broken=True)
+    found = _finite(evaluations, name)
+    if len(found) < 2:
+        return None
+    prompts = _finite(evaluations, "eval/prompts")
+    noise = _share_noise(found, min(prompts)) if prompts and name != "eval/loss" else 0.0
+    return _compared(found, noise, title, better, lambda value: _number(value, name))
+
+
+def _of_steps(values: Sequence[float], title: str, better: int) -> _Measure | None:
+    """A figure of steps, averaged over parts of the run; None if there are too few."""
+    many = min(ENDS, len(values) // 4)
+    if len(values) < FEWEST_STEPS:
+        return None
+    parts = [values[at : at + many] for at in range(0, len(values) - many + 1, many)]
+    parts[-1] = values[-many:]
+    means = [sum(part) / many for part in parts]
+    spread = max(pvariance(parts[0]), pvariance(parts[-1]))
+    noise = NOISE * math.sqrt(2 * spread / many)
+    return _compared(means, noise, title, better, lambda value: f"{value:.3g}")
+
+
+def _compared(
+    values: Sequence[float], noise: float, title: str, better: int, text: Callable[[float], str]
+) -> _Measure:
+    first, last = values[0], values[-1]
+    best = max(values, key=lambda value: better * value)
+    gain, lost = better * (last - first), better * (best - last)
+    fell_back = lost > noise and gain < better * (best - first) / 2 and best != first
+    over = f" over {text(best)}" if fell_back else ""
+    change: Literal["better", "worse", "none"] = (
+        "better" if gain > noise else "worse" if -gain > noise else "none"
+    )
+    return _Measure(
+        title, f"{title} went from {text(first)}{over} to {text(last)}", change, fell_back
+    )
+
+
+def _share_noise(shares: Sequence[float], prompts: float) -> float:
+    """Standard errors of the difference of two shares of this many prompts."""
+    variance = max(share * (1 - share) for share in (shares[0], shares[-1]))
+    return NOISE * math.sqrt(2 * max(0.0, variance) / prompts)
 
 
 def _waits(steps: Sequence[Mapping[str, Any]]) -> Sentence:

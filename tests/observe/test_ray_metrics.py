@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.metric_catalog import meaning_of
-from asyncrl.observe.ray_metrics import EXPORTED, RayMetricsSink, gauge_name
+from asyncrl.observe.ray_metrics import EXPORTED, RayMetricsSink, _ascii, gauge_name
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana_dashboard.json"
 
 
 def test_every_gauge_is_known_and_every_panel_has_one() -> None:
     assert [name for name in EXPORTED if not meaning_of(name)] == []
+    for name in EXPORTED:
+        assert _ascii(meaning_of(name)).count("?") == meaning_of(name).count("?"), name
     gauges = {gauge_name(name) for name in EXPORTED} | {"asyncrl_step", "asyncrl_eval_accuracy"}
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -33,11 +35,12 @@ def test_every_gauge_is_known_and_every_panel_has_one() -> None:
 @pytest.mark.slow
 def test_prometheus_gets_the_metrics_of_a_run(ray_cluster: Any) -> None:
     sink = RayMetricsSink("mine")
-    sink.add(3, 0.0, {"reward/mean": 0.25, "eval/greedy_accuracy": 0.75, "other/metric": 1.0})
+    every = dict.fromkeys(EXPORTED, 0.25)
+    sink.add(3, 0.0, every | {"eval/greedy_accuracy": 0.75, "other/metric": 1.0})
     sink.add(4, 0.0, {"reward/mean": 0.5})
     port = ray_cluster.nodes()[0]["MetricsExportPort"]
     end, found = time.monotonic() + 60, {}
-    while len(found) < 3 and time.monotonic() < end:
+    while len(found) < len(EXPORTED) + 2 and time.monotonic() < end:
         time.sleep(0.5)  # Ray exports every few seconds
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -47,7 +50,7 @@ def test_prometheus_gets_the_metrics_of_a_run(ray_cluster: Any) -> None:
             if line.startswith("ray_asyncrl_") and 'run="mine"' in line
         }
     values = {name: float(line.split()[-1]) for name, line in found.items()}
-    assert values == {
+    assert values == {f"ray_{gauge_name(name)}": 0.25 for name in EXPORTED} | {
         "ray_asyncrl_step": 4,
         "ray_asyncrl_reward_mean": 0.5,
         "ray_asyncrl_eval_accuracy": 0.75,

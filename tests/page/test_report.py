@@ -291,7 +291,11 @@ def steps(count: int = 8, **changes: float) -> list[dict[str, Any]]:
             status(),
             steps(**{"reward/mean": 1.0}),
             {"trained": 9},
-            ("Nothing", "It does not learn: the mean reward went from 1 to 1.", "Both"),
+            (
+                "Nothing",
+                "It does not learn: the mean reward went from 1 to 1, which is within the noise.",
+                "Both",
+            ),
         ),
         (
             status(),
@@ -370,3 +374,72 @@ def test_the_page_knows_which_tokens_were_masked_as_stale(small_run: Path) -> No
     config = small_run / "config.yaml"
     config.write_text(config.read_text() + "staleness: {max_staleness: 1, on_stale: mask}\n")
     assert values_of(page_of(small_run))["stale_above"] == 1
+
+
+def evaluations(*accuracies: float, prompts: int = 1000) -> list[dict[str, Any]]:
+    return [
+        {"event": "evaluation", "eval/accuracy": value, "eval/prompts": prompts}
+        for value in accuracies
+    ]
+
+
+def rewards(*values: float) -> list[dict[str, Any]]:
+    return [
+        record | {"reward/mean": value}
+        for record, value in zip(steps(len(values)), values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("records", "level", "said"),
+    [
+        (rewards(0.426, 0.406), "note", "It has taken too few steps to tell"),
+        (rewards(0.40, 0.41), "note", "It has taken too few steps to tell"),
+        (
+            rewards(*[0.4, 0.5] * 20),
+            "bad",
+            "It does not learn: the mean reward went from 0.45 to 0.45, which is within the noise.",
+        ),
+        (
+            rewards(*[0.6] * 10, *[0.3] * 10),
+            "bad",
+            "It does not learn: the mean reward went from 0.6 to 0.3.",
+        ),
+        (
+            [*rewards(*[0.68] * 20, *[0.05] * 20), *evaluations(0.569, 0.92, 0.57)],
+            "bad",
+            "It learned at first, and then fell back: held-out accuracy went from 56.9% over 92.0%"
+            " to 57.0% and the mean reward went from 0.68 to 0.05.",
+        ),
+        (
+            [*rewards(*[0.2] * 20, *[0.9] * 20), *evaluations(0.5, 0.3)],
+            "bad",
+            "Its measures contradict each other: held-out accuracy went from 50.0% to 30.0%",
+        ),
+        (
+            [*rewards(*[0.2] * 20, *[0.9] * 20), *evaluations(0.50, 0.52, prompts=60)],
+            "good",
+            "It learns: held-out accuracy went from 50.0% to 52.0% and the mean reward went",
+        ),
+        (
+            evaluations(0.50, 0.52, prompts=60) + rewards(0.5),
+            "bad",
+            "It does not learn: held-out accuracy went from 50.0% to 52.0%, which is within",
+        ),
+        (
+            rewards(*[0.1 + 0.02 * step for step in range(40)]),
+            "good",
+            "It learns: the mean reward went from 0.19 to 0.79.",
+        ),
+        (
+            rewards(*[0.3] * 10, *[0.9] * 10, *[0.4] * 20),
+            "bad",
+            "It learned at first, and then fell back: the mean reward went from 0.3 over 0.9 to",
+        ),
+    ],
+)
+def test_noise_and_a_fall_are_no_progress(
+    records: list[dict[str, Any]], level: str, said: str
+) -> None:
+    found = verdict(status(), records, Counter({"trained": 9}))[1]
+    assert found.text.startswith(said) and found.level == level, found
