@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -22,6 +23,18 @@ def test_the_first_notebook_reads_a_run(tmp_path: Path) -> None:
     assert "learner at version 6, replicas have committed version 6" in text
     assert "24 trained trajectories, staleness at most 1, bound 2" in text
     assert {"text/html", "image/svg+xml"} <= kinds(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_relative_path_and_a_run_without_the_learners_values(tmp_path: Path, number: int) -> None:
+    """As a user starts it: the kernel's folder is not the one where JupyterLab was started."""
+    run = write_small_run(tmp_path / "runs" / "small")
+    shutil.rmtree(run / "trained")
+    (tmp_path / "notebooks").mkdir()
+    outputs = executed(NOTEBOOKS[number], tmp_path / "notebooks", ASYNCRL_RUN="runs/small")
+    assert any("Run(" in str(output) for output in outputs)
 
 
 @pytest.mark.slow
@@ -65,9 +78,10 @@ def test_the_fourth_notebook_compares_runs(tmp_path: Path) -> None:
     runs = [write_small_run(tmp_path / name, steps) for name, steps in (("short", 4), ("long", 8))]
     config = runs[1] / "config.yaml"
     config.write_text(config.read_text().replace("max_steps: 6", "max_steps: 8"))
-    outputs = executed(NOTEBOOKS[3], tmp_path, ASYNCRL_RUNS=":".join(map(str, runs)))
+    outputs = executed(NOTEBOOKS[3], tmp_path, ASYNCRL_COMPARE=":".join(map(str, runs)))
     tables = [output["data"]["text/plain"] for output in outputs if "data" in output]
-    assert "max_steps" in tables[1] and "n_samples_per_prompt" not in tables[1]
+    (settings,) = [output["data"]["text/html"] for output in outputs if "table id" in str(output)]
+    assert "max_steps" in settings and "n_samples_per_prompt" not in settings
     assert "image/svg+xml" in kinds(outputs) and "staleness" in tables[-1]
 
 

@@ -5,7 +5,7 @@ import { group, groupList } from "./groups.js";
 import { load } from "./values.js";
 import { lost, overview, settings, timeline } from "./views.js";
 
-const TABS = { "#/": "Overview", "#/timeline": "Timeline", "#/groups": "Groups", "#/lost": "Lost and found", "#/settings": "Settings" };
+const TABS = { "#/": "Overview", "#/timeline": "Timeline", "#/groups": "Groups", "#/lost": "Lost groups", "#/settings": "Settings" };
 const state = { text: "", step: "", outcome: "all", sort: "step", current: 0, top: 0 };
 const darkness = window.matchMedia("(prefers-color-scheme: dark)");
 

@@ -59,10 +59,10 @@ function turn(text, to, go) {
 /** Every outcome with its reason. */
 export function lost(values) {
   const total = values.lost.reduce((sum, one) => sum + one.groups, 0);
-  if (total === 0) return el("section", {}, el("h2", {}, "Lost and found"), el("p", { class: "note" },
+  if (total === 0) return el("section", {}, el("h2", {}, "Lost groups"), el("p", { class: "note" },
     "No group has an outcome yet."));
-  return el("section", {}, el("h2", {}, "Lost and found"),
-    el("p", { class: "quiet" }, `${many(total, "group")} ended. A group is lost with its reason, never in silence.`),
+  return el("section", {}, el("h2", {}, "Lost groups"),
+    el("p", { class: "quiet" }, `${many(total, "group")} ended. Each lost group has its reason.`),
     table(["outcome", "groups", "share", "reason", "first"], values.lost.map((one) => [
       one.outcome, number(one.groups), `${number((100 * one.groups) / total, 1)}%`, shown(one.reason),
       one.first === null ? "" : el("a", { href: placeOf(one.first) }, `#${one.first[1]}`)])));
