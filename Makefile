@@ -1,4 +1,4 @@
-.PHONY: setup setup-run demo demo-agent demo-real demo-seeds test test-all hostile faults mutants lint types docs resolve sizes
+.PHONY: setup setup-run demo demo-agent demo-real demo-seeds pictures test test-all hostile faults mutants lint types docs resolve sizes
 
 PYTHON := .venv/bin/python
 export PYTHONUNBUFFERED := 1
@@ -31,6 +31,9 @@ demo-real: setup-run  ## a pretrained model of 135 M parameters from the package
 
 demo-seeds: setup-run  ## the main job with three seeds, and once with shuffled rewards: about an hour
 	@$(PYTHON) -m jobs.quickstart.seeds
+
+pictures: setup-run  ## draw the docs' pictures from finished runs of `make demo-real` and its seeds; RUNS=FOLDER, default: runs
+	@$(PYTHON) -m jobs.smollm.pictures $(or $(RUNS),runs) docs/how_to
 
 faults: setup  ## the longest runs, most with killed or stopped parts, and broken control code; prints how long each part took to recover: about 105 minutes
 	@$(PYTHON) -m pytest -q -m faults
