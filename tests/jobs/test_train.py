@@ -1,6 +1,7 @@
 """Whole runs with real parts, as a user starts them."""
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -160,6 +161,12 @@ def assert_page_has_the_files_numbers(directory):
         }
         for folder in ("groups", "outcomes")
     )
+    learned = {
+        (row["ordinal"], row["index"]): row
+        for path in (directory / "trained").glob("*.parquet")
+        for row in pq.read_table(path).to_pylist()
+    }
+    ratios = Counter()
     groups = found["groups"]
     assert sorted(groups["ordinal"]) == sorted(rows) and len(rows) >= 40 * 4
     for at, ordinal in enumerate(groups["ordinal"]):
@@ -173,6 +180,21 @@ def assert_page_has_the_files_numbers(directory):
         ):
             assert len(trajectory["pieces"]) == len(ids)
             assert trajectory["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+        for index, trajectory in enumerate(detail["trajectories"]):
+            if (mine := learned.get((ordinal, index))) is None:
+                assert end.get("outcome") != "trained" or trajectory["status"] != "ok"
+                continue
+            shown = trajectory["learner"]["logprobs"]
+            assert [shown[token] for token in mine["positions"] or range(len(shown))] == (
+                pytest.approx(mine["logprobs"], abs=1e-5)
+            )
+            for token, new in zip(
+                mine["positions"] or range(len(shown)), mine["logprobs"], strict=True
+            ):
+                ratios[end["step"]] += math.exp(new - row["logprobs"][index][token])
+    for record in asyncrl.open_run(directory).records("step"):
+        mean = ratios[record["step"]] / record["tokens"]
+        assert mean == pytest.approx(record["ratio_mean"], rel=1e-5)
     assert "truncated_ratio" in found["verdict"][0]["text"], "the alarm of so short completions"
     assert found["verdict"][1]["text"].startswith("It learns: "), found["verdict"]
     assert found["lost"] and sum(one["groups"] for one in found["lost"]) == len(ends)
