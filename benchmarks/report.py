@@ -21,10 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 import asyncrl
-from asyncrl.rundir.reader import Run
-from asyncrl.runtime.files.parquet import write_table
+from asyncrl.rundir import Run
 
 WRITE = """
 import json, resource, sys, time
@@ -85,7 +85,7 @@ def _with_groups(run: Run, count: int, directory: Path) -> Path:
         shutil.copy(run.directory / name, directory / name)
     for name, table in (("groups", groups), ("outcomes", outcomes), ("trained", trained)):
         (directory / name).mkdir()
-        write_table(
+        pq.write_table(
             _repeated(table, groups, count), directory / name / "attempt_0000-00000000.parquet"
         )
     return directory

@@ -72,6 +72,9 @@ class StubProcesses:
     def kill(self) -> None:
         self.killed = True
 
+    def alive(self) -> list[int]:
+        return []
+
     async def end(self) -> None: ...
 
 

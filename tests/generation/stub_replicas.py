@@ -34,10 +34,10 @@ then fetches no version until it is gone."""
 
 
 class StubEngine:
-    """It is its own requests, updates and rest."""
+    """It is its own requests, updates, rest and processes."""
 
     def __init__(self) -> None:
-        self.requests = self.updates = self.rest = self
+        self.requests = self.updates = self.rest = self.processes = self
         self.version = 0
         self.stats = EngineStats()
         self.broken = None
@@ -46,6 +46,9 @@ class StubEngine:
         self.stops, self.tokenizer_hash = Stops({}), ""
         self.rests = False
         self.cache_block = 0
+
+    def alive(self) -> list[int]:
+        return []
 
     async def check(self) -> None: ...
 

@@ -355,7 +355,7 @@ def test_a_new_attempt_starts_automatically_after_a_lost_placement(monkeypatch, 
     monkeypatch.setattr(
         run, "reward_trial", lambda config: contextlib.nullcontext(lambda report: None)
     )
-    monkeypatch.setattr(supervise, "_announce", lambda *args: None)
+    monkeypatch.setattr(supervise, "_announce", lambda *args, **named: None)
     monkeypatch.setattr(supervise, "_print_summary", lambda *args: None)
     checkpoints = create_autospec(CheckpointStore, instance=True)
     checkpoints.newest_first.return_value = []
