@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import select
+import stat
 import sys
 import threading
 from collections import deque
@@ -23,7 +24,10 @@ logger = logging.getLogger("asyncrl")
 MOST_WAITING = 1 << 20
 """Bytes that wait for a slow reader, at most. Further ones are left out."""
 END_S = 2.0
-"""Seconds without progress, at the end, after which the rest is left out."""
+"""Seconds without progress, at the end, after which the rest is left out: a reader may never go
+on."""
+FILE_END_S = 30.0
+"""The same for a file. A disk that other programs write to stalls for seconds, and goes on."""
 AT_ONCE = 4096
 """Bytes of one write, so that a slow reader shows progress."""
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET)
@@ -33,8 +37,8 @@ GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ENOTCONN, errno.
 class _Writer:
     """Writes bytes to one open file, in a thread."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, end_s: float) -> None:
+        self._name, self._end_s = name, end_s
         self.descriptors: list[int] = []
         """Descriptors of the file."""
         self._waiting: deque[tuple[int, bytes]] = deque()
@@ -64,7 +68,7 @@ class _Writer:
         before = -1
         while self._thread.is_alive() and before != self._progress:
             before = self._progress
-            self._thread.join(END_S)
+            self._thread.join(self._end_s)
         if not self._gone and (self._left_out or self._thread.is_alive()):
             logger.warning("%s was not read: some of it was left out", self._name)
 
@@ -172,7 +176,7 @@ def _lasting(name: str, stream: IO[str], writers: dict[tuple[int, int], _Writer]
         stream.flush()
     key = (found.st_dev, found.st_ino)
     if key not in writers:
-        writers[key] = _Writer(name)
+        writers[key] = _Writer(name, FILE_END_S if stat.S_ISREG(found.st_mode) else END_S)
     writers[key].descriptors.append(descriptor)
     return _Lasting(stream, writers[key], descriptor)
 

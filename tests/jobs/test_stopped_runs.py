@@ -104,7 +104,8 @@ def test_the_end_of_rays_servers_is_named_with_the_way_on(
         process.kill()
     began = time.monotonic()
     assert run.wait(60) == 1 and run.gone() == [], run.output
-    assert "\nasyncrl: Ray's processes on this machine ended during the run (" in run.output
+    ended = "\nasyncrl: Ray's processes on this machine ended during the run ("
+    assert ended in run.output, (directory / "logs" / "attempt_0" / "driver.log").read_text()
     assert "  resume with: " in run.output and time.monotonic() - began < 45, run.output
     status = asyncrl.open_run(directory).status()
     assert status.state == "failed" and status.cause.startswith("Ray's processes")

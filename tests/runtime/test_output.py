@@ -70,6 +70,17 @@ def test_what_is_read_is_whole_and_in_order(tmp_path):
     assert printed.stdout.decode().splitlines() == [*lines, "at the end", "after"]
 
 
+def test_a_file_on_a_disk_that_stalls_gets_every_line(tmp_path):
+    """A pipe that stalls for END_S is given up; a disk goes on."""
+    source = program(tmp_path / "done")
+    slow = "write = output.os.write\noutput.os.write = lambda *a: time.sleep(0.5) or write(*a)\n"
+    source[-1] = source[-1].replace("with lasting", f"{slow}with lasting")
+    with open(tmp_path / "log", "wb") as log:
+        assert started(source, stdout=log.fileno(), stderr=log.fileno()).wait(30) == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines == ["line 0 ", "line 1 ", "line 2 ", "at the end", "after"]
+
+
 def test_a_full_disk_and_closed_streams_do_not_end_the_program(tmp_path):
     source = program(tmp_path / "first")
     source[-1] = source[-1].replace('print("after", flush=True)\n', "")  # it would fail
