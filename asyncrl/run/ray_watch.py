@@ -38,6 +38,8 @@ class RayWatch:
         self._main = threading.current_thread() is threading.main_thread()
         self._over = threading.Event()
         self._found: RayEndedError | None = None
+        self.code: int | None = None
+        """The exit code, once the end of the cluster has been said and recorded."""
         self._cancel: Callable[[], object] = lambda: None
 
     def __enter__(self) -> RayWatch:
@@ -49,7 +51,8 @@ class RayWatch:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Cancel the body once the cluster has ended.
+        """Cancel the body once the cluster has ended. Enter this inside of what shuts Ray down: a
+        shutdown without a cluster can end this process, so the cause is said before.
 
         Raises:
             RayEndedError: it has, whatever else has failed because of that.
@@ -69,8 +72,15 @@ class RayWatch:
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(KNOWN_S)
             if self._found is not None:
+                self._found.__cause__ = error
+                self._say(self._found)
                 raise self._found from error
             raise
+
+    def _say(self, error: RayEndedError) -> int:
+        if self.code is None:
+            self.code = self._end(error)
+        return self.code
 
     def _watch(self) -> None:
         self._found = error = wait_until_ray_ends(self._over)
@@ -82,6 +92,6 @@ class RayWatch:
             with suppress(RuntimeError):  # the event loop is closed
                 self._cancel()  # each part that closes may wait for an answer of the cluster
             if self._main and time.monotonic() - began > GIVE_UP_S:
-                code = self._end(error)
+                code = self._say(error)
                 drain_output()
                 os._exit(code)

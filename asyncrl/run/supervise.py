@@ -195,6 +195,8 @@ def _attempts(
                 with RayWatch(end) as ray:
                     summary = asyncio.run(_train(job, directory, across, left, stop, ray))
             except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:
+                if ray.code is not None:
+                    return ray.code
                 restarts_left = left()
                 goes_on = isinstance(error, PartDiedError) and restarts_left > 0 and not stop.cause
                 code = end(error, goes_on)
@@ -284,8 +286,8 @@ async def _train(
         attempt = job.attempt(directory, across, writer)
         stop.finish_step = attempt.stop
         async with (
-            ray.watching(),
             across.attempt(config, directory.state, directory.logs, restarts_left),
+            ray.watching(),
         ):
             await attempt.run(view)
         live = attempt.live

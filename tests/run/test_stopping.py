@@ -24,6 +24,7 @@ from asyncrl.run.stopping import CAUSES, Stop, handling_signals
 from asyncrl.run.supervise import run_job
 from asyncrl.rundir.reader import open_run
 from asyncrl.rundir.record import read_record
+from asyncrl.runtime.output import drain_output
 
 Work = Callable[["StandIn"], Awaitable[None]]
 
@@ -185,6 +186,37 @@ def test_the_end_of_ray_is_named_instead_of_what_failed_with_it(tmp_path, monkey
         found = ended(StandIn(tmp_path / name, work))
         assert found == (1, "failed", "Ray's processes ended")
         assert "  no checkpoint was written yet; start again" in capfd.readouterr().err
+
+
+def test_the_end_of_ray_is_said_before_a_shutdown_that_ends_the_process(tmp_path, monkeypatch):
+    """In a child. Ray ends its process without a word if it cannot shut down."""
+
+    @contextlib.contextmanager
+    def cluster(config: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            drain_output()
+            os._exit(1)
+
+    async def fails(job: StandIn) -> None:
+        raise PartDiedError("learner rank 0 died")
+
+    monkeypatch.setattr(attempts, "ray_cluster", cluster)
+    monkeypatch.setattr(
+        ray_watch, "wait_until_ray_ends", lambda over: RayEndedError("Ray's processes ended")
+    )
+    job = StandIn(tmp_path, fails)
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            error = os.open(tmp_path / "printed", os.O_CREAT | os.O_WRONLY)
+            sys.stderr = os.fdopen(error, "w")
+            ended(job)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "\nasyncrl: Ray's processes ended\n" in (tmp_path / "printed").read_text()
+    status = open_run(job.config.run_directory).status()
+    assert (status.state, status.cause) == ("failed", "Ray's processes ended")
 
 
 def test_a_call_of_ray_that_blocks_the_event_loop_does_not_hold_the_run(tmp_path, monkeypatch):
