@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
             command = [sys.executable, "-m", __spec__.name, *arguments, "--only", kind, folder]
             environment = os.environ | engine_environment("cpu")
             # The plugin asyncrl_outputs would hold tokens for longer than many gaps.
-            environment["VLLM_PLUGINS"] = "asyncrl_weights,asyncrl_seeds"
+            environment["VLLM_PLUGINS"] = "asyncrl_weights,asyncrl_seeds,asyncrl_adapters"
             output = subprocess.run(
                 command, check=True, env=environment, stdout=subprocess.PIPE, text=True
             ).stdout

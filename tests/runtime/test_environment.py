@@ -167,7 +167,7 @@ def test_the_users_variables_pass_through_except_secrets(monkeypatch):
     assert given.items() <= ranks.items() and given.items() <= replicas.items()
     assert replicas["TORCH_COMPILE_DISABLE"] == "0", "the user's value overrides a default"
     assert (
-        replicas["VLLM_PLUGINS"] == "asyncrl_weights,asyncrl_outputs,asyncrl_seeds"
+        replicas["VLLM_PLUGINS"] == "asyncrl_weights,asyncrl_outputs,asyncrl_seeds,asyncrl_adapters"
         and ranks["DS_ACCELERATOR"] == "cpu"
     ), "but not a value that asyncrl needs"
 

@@ -59,7 +59,7 @@ def engine_environment(device: str, num_threads: int = 1, nnodes: int = 1) -> di
             SPIN_S: "0.05",
             "TORCH_COMPILE_DISABLE": "1",
         }
-        required["VLLM_PLUGINS"] += ",asyncrl_seeds"
+        required["VLLM_PLUGINS"] += ",asyncrl_seeds,asyncrl_adapters"
         return defaults | passed_on(os.environ) | required
     return passed_on(os.environ) | required
 
