@@ -186,7 +186,6 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
         if code := plan_on_cluster(config, plan.weights_bytes):
             return code
     if not brief:
-        # Imported last, because it imports DeepSpeed, which takes seconds.
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
@@ -231,7 +230,6 @@ def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
         print_shown(f"{plan.config_text()}\n")
     print_shown(plan.brief() if "brief" in options else plan.text())
     if "brief" not in options:
-        # Imported last, because it imports DeepSpeed, which takes seconds.
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")

@@ -61,7 +61,7 @@ WHOLE_CONFIG = {
 HOMES = {
     "altair": ["charts"],
     "vllm": ["generation", "weights"],
-    "deepspeed": ["learning", "preflight.resources.memory_estimate", "run.export"],
+    "deepspeed": ["learning", "run.export"],
     "ray.serve": [
         "generation",
         "serving.building",

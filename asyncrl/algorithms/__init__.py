@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from asyncrl.runtime.exports import lazy_exports
 
 if TYPE_CHECKING:
-    from asyncrl.algorithms.logprobs import (
+    from asyncrl.algorithms.logit_chunks import (
         CHUNK_ELEMENTS as CHUNK_ELEMENTS,
         LIVE_CHUNKS as LIVE_CHUNKS,
         chunk_elements as chunk_elements,
-        token_logprobs as token_logprobs,
     )
+    from asyncrl.algorithms.logprobs import token_logprobs as token_logprobs
     from asyncrl.algorithms.objective import (
         supervised_loss as supervised_loss,
         token_weights as token_weights,
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __getattr__ = lazy_exports(
     __name__,
-    chunk_elements="logprobs",
-    CHUNK_ELEMENTS="logprobs",
-    LIVE_CHUNKS="logprobs",
+    chunk_elements="logit_chunks",
+    CHUNK_ELEMENTS="logit_chunks",
+    LIVE_CHUNKS="logit_chunks",
     supervised_loss="objective",
     token_logprobs="logprobs",
     token_weights="objective",

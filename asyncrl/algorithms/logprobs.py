@@ -9,17 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-LIVE_CHUNKS = 4
-"""Peak memory of the backward pass, in float32 tensors of the size of one chunk of logits."""
+from asyncrl.algorithms.logit_chunks import CHUNK_ELEMENTS, LIVE_CHUNKS
+
 AUTOGRAD_LIVE = 7
-"""Peak memory, in the same tensors, of a chunk whose backward pass is autograd's."""
-CHUNK_ELEMENTS = 1 << 23
-"""Default number of logits in a chunk. Peak memory is 128 MiB."""
-
-
-def chunk_elements(memory_bytes: int) -> int:
-    """Return the number of logits in a chunk that keeps peak memory within `memory_bytes`."""
-    return memory_bytes // (4 * LIVE_CHUNKS)
+"""Peak memory of a chunk whose backward pass is autograd's, in the same tensors as LIVE_CHUNKS."""
 
 
 @dataclass(frozen=True, slots=True)

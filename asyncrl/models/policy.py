@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from asyncrl.algorithms.logit_chunks import chunk_elements
 from asyncrl.algorithms.logprobs import (
     PLAIN_HEAD,
     HeadSettings,
     LogitMap,
-    chunk_elements,
     greedy_tokens,
     token_logprobs,
     top_logprobs,

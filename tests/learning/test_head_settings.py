@@ -12,7 +12,7 @@ from recorded import learner_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from asyncrl.algorithms.logprobs import LIVE_CHUNKS
+from asyncrl.algorithms.logit_chunks import LIVE_CHUNKS
 from asyncrl.config import LearnerConfig
 from asyncrl.models.micro_batches import micro_batch, token_example
 from asyncrl.models.policy import Policy, head_settings, load_policy

@@ -57,6 +57,23 @@ def test_offload_moves_states_to_the_host_and_ranks_share_them(tiny_model: Path)
     assert (both.on_device, both.on_host) == (layer, int(1.5 * 18 * one.parameters))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("offload", [(), ("optimizer",), ("optimizer", "param")])
+def test_the_formula_is_deepspeeds(tiny_model: Path, ranks: int, offload: tuple[str, ...]) -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    settings = {f"offload_{states}": "cpu" for states in offload}
+    needs = estimate(learner_config(tiny_model, world_size=ranks, **settings))
+    host, device, _ = estimate_zero3_model_states_mem_needs(
+        needs.parameters,
+        needs.largest_layer,
+        num_gpus_per_node=ranks,
+        cpu_offload="optimizer" in offload,
+        cpu_offload_params="param" in offload,
+    )
+    assert (needs.on_device, needs.on_host) == (device, host // ranks)
+
+
 def test_a_stage_that_keeps_weights_whole_takes_more_memory_on_several_ranks(
     tiny_model: Path,
 ) -> None:

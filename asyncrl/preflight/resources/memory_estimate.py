@@ -4,13 +4,13 @@ checkpoint, no weights."""
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from asyncrl.algorithms.logit_chunks import LIVE_CHUNKS, chunk_elements
 from asyncrl.config import LearnerConfig, RunSettings
 from asyncrl.config.schema import ZERO_BUCKET_ELEMENTS
 from asyncrl.generation.served import text_config
@@ -22,6 +22,11 @@ from asyncrl.weights.layout import ITEM_BYTES
 HEAD_GRADIENTS = 2
 """Gradients of the head's weight that exist at the same time in the backward pass of the log-probs:
 a chunk's, and their float32 sum."""
+DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
+"""One of them exists where a program can use a GPU, in containers and WSL too. Without them, torch
+need not be imported, which takes a second or more."""
+HOST_BUFFERS = 1.5
+"""Host memory that DeepSpeed's formula counts for each byte that is in use there."""
 STAGES = (1, 2, 3)
 KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
@@ -81,10 +86,7 @@ def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 
 
 def estimate(config: RunSettings) -> Needs:
-    """The needs of one rank, with all ranks on one machine. Imports DeepSpeed, which takes
-    seconds."""
-    from asyncrl.algorithms.logprobs import LIVE_CHUNKS, chunk_elements
-
+    """The needs of one rank, with all ranks on one machine."""
     learner = config.learner
     version = run_outline(config)
     total, largest = parameter_counts(version.parameters)
@@ -149,24 +151,21 @@ def _states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
 
 
 def _sharded_states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
-    """The same with ZeRO-3.
+    """The same with ZeRO-3, by DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`),
+    whose import takes seconds.
 
-    DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`) assumes mixed precision with 18
-    bytes per parameter. In float32 it is 16, plus 4 during a step.
+    It assumes mixed precision with 18 bytes per parameter. In float32 it is 16, plus 4 during a
+    step.
     """
-    # Only a formula is needed. This keeps DeepSpeed from searching for an accelerator and
-    # printing a message about a missing one.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-
-    host, device, _ = estimate_zero3_model_states_mem_needs(
-        sizes.trained,
-        sizes.largest,
-        num_gpus_per_node=learner.world_size,
-        num_nodes=1,
-        cpu_offload=learner.offload_optimizer == "cpu",
-        cpu_offload_params=learner.offload_param == "cpu",
-    )
+    ranks = learner.world_size
+    if learner.offload_optimizer != "cpu":
+        host = int(4 * sizes.largest * ranks * HOST_BUFFERS)
+        device = 4 * sizes.largest + 18 * sizes.trained // ranks
+    elif learner.offload_param != "cpu":
+        host = int(16 * sizes.trained * HOST_BUFFERS)
+        device = 4 * sizes.largest + 2 * sizes.trained // ranks
+    else:
+        host, device = int(18 * sizes.trained * HOST_BUFFERS), 4 * sizes.largest
     element = 2 if learner.bf16 else 4
     if sizes.trained != sizes.total:
         frozen = sizes.total * element // learner.world_size
@@ -284,6 +283,8 @@ def limit_text(fraction: float, needed: int, gpus: Mapping[str, int]) -> str:
 
 def _gpus() -> dict[str, int]:
     """Name and bytes of each GPU of this machine."""
+    if not any(Path(file).exists() for file in DRIVER_FILES):
+        return {}
     import torch
 
     if not torch.cuda.is_available():
