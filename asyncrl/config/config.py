@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from asyncrl.config.rules import check_rules
-from asyncrl.config.schema import LOGPROB_BYTES
+from asyncrl.config.schema import LOGPROB_BYTES, InFlight
 from asyncrl.config.settings import Settings
 
 SLOWEST_TOKENS_PER_S = 5.0
@@ -29,9 +29,9 @@ Gbit/s, shared by several replicas of a node."""
 SLOWEST_APPLY = 1 << 30
 """Lowest expected rate at which an engine copies weights from shared memory, in bytes per second.
 """
-MOST_SEQUENCES = {"cpu": 128, "cuda": 1024}
+MOST_SEQUENCES = {"cpu": 128, "cuda": 512}
 """Most sequences of an engine. More of them do not raise its tokens per second, and vLLM reserves
-logits for all of them."""
+logits for all of them. On most GPUs, vLLM's CUDA graphs end at 512."""
 FEWEST_SEQUENCES = 64
 """Fewest sequences of an engine: evaluations use what rollouts leave free."""
 SHORTEST_DEADLINE_S, SHORTEST_PLACEMENT_S, SHORTEST_START_S = 300.0, 30.0, 600.0
@@ -107,6 +107,17 @@ class Config(Settings):
     @property
     def placement_wait_s(self) -> float:
         return self.placement_timeout_s or placement(self).value
+
+    @property
+    def in_flight(self) -> InFlight:
+        """How generations in flight continue: generator.in_flight, or what suits the run."""
+        keeps = (
+            self.engines.device == "cuda"
+            and self.lora is None
+            and self.staleness.max_staleness > 0
+            and not self.takes_shifts_on_gpus
+        )
+        return self.engines.in_flight or ("keep" if keeps else "recompute")
 
 
 def stored_bytes(model: str) -> int:

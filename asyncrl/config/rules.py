@@ -56,7 +56,6 @@ ACTS_IN_EVERY_RUN: ActsWith = (
     ("observe.project", "observe.has_sinks", (True,), "observe.sinks"),
 )
 ACTS_WITH: ActsWith = (
-    ("engines.in_flight", "lora", (None,), "lora: null, since a completion keeps its adapter"),
     ("engines.gpu_memory_utilization", "engines.device", ("cuda",), "generator.device: cuda"),
     ("engines.kv_cache_memory_bytes", "engines.device", ("cpu",), "generator.device: cpu"),
     ("engines.num_threads", "engines.device", ("cpu",), "generator.device: cpu"),
@@ -391,4 +390,9 @@ def check_lora(config: Settings) -> None:
         raise ValueError(
             f"lora.r = {config.lora.r} is above {HIGHEST_RANK}, the highest rank that vLLM takes;"
             " lower it"
+        )
+    if config.lora is not None and config.engines.in_flight in ("keep", "drain"):
+        raise ValueError(
+            f"generator.in_flight = {config.engines.in_flight!r} only has an effect with lora:"
+            " null, since a completion keeps its adapter; leave it out, or set that"
         )

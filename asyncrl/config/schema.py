@@ -453,6 +453,7 @@ class RewardConfig(Section):
         return any(reward.per_token for reward in self.functions.values())
 
 
+InFlight: TypeAlias = Literal["keep", "recompute", "drain"]
 SessionEnd: TypeAlias = Literal[
     "done", "length", "turns", "deadline", "agent_error", "env_error", "reward_error", "closed"
 ]
@@ -628,9 +629,12 @@ class GeneratorConfig(Section):
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the GPU memory that one engine uses (device: cuda). Default: 0.9; with
     `placement: share` 0.35; with `placement: colocate`, in the generators' shift, 0.85."""
-    in_flight: Literal["keep", "recompute", "drain"] = "recompute"
+    in_flight: Annotated[InFlight | None, Unset] = None
     """How generations in flight at a weight update continue. `keep`: with the old KV cache.
-    `recompute`: after recomputing the KV cache. `drain`: they finish before the update."""
+    `recompute`: after recomputing the KV cache. `drain`: they finish before the update. Default:
+    `keep` for engines on GPUs, where a full cache takes long to recompute, else `recompute`; also
+    `recompute` with `staleness.max_staleness: 0`, in `placement: colocate`, and for standing
+    generators."""
     start_timeout_s: Annotated[float | None, Unset] = Field(default=None, gt=0)
     """Seconds from a replica's placement to its first answer. Default: derived from the size of the
     model files."""

@@ -302,7 +302,7 @@ class PushReport:
     version: int
     replicas: Mapping[str, Mapping[str, float]]
     """Replica → fetch_s, pause_s, paused_at, apply_s, applied_at, tokens_during_fetch, in_flight,
-    longest_gap_s."""
+    recomputed_tokens, longest_gap_s."""
     unroutable: tuple[str, ...] = ()
     """Replicas that did not apply it in time. They get no traffic until they catch up."""
 

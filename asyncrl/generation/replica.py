@@ -416,7 +416,7 @@ class Generator:
         and this replica has made no progress in that time."""
         newest = None if self.held else await self._newest_published()
         adapters = self.settings.max_lora_rank is not None  # loaded without waiting for requests
-        drains = self.settings.generator.in_flight == "drain" and not adapters
+        drains = self.settings.in_flight == "drain" and not adapters
         limit_s = self.settings.replace_within_s
         progress = (self.weights, self.engine.stats.tokens_generated if drains else 0)
         if newest is None or self._has(newest) or progress != self._behind_at:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from asyncrl.config import GeneratorConfig, Section
 from asyncrl.config.config import MOST_SEQUENCES, fetch_timeout, stall, start
 from asyncrl.config.rules import check_nodes
+from asyncrl.config.schema import InFlight
 
 
 class GeneratorApp(Section):
@@ -121,11 +122,16 @@ class GeneratorApp(Section):
             raise ValueError(
                 "sleeps: true only has an effect in a job with placement: colocate; leave it out"
             )
-        if self.generator.in_flight != "recompute":
+        if self.in_flight != "recompute":
             raise ValueError(
                 "sleeps: true does not work with generator.in_flight ="
-                f" {self.generator.in_flight!r}, since a rest frees the KV cache; use recompute"
+                f" {self.in_flight!r}, since a rest frees the KV cache; use recompute"
             )
+
+    @property
+    def in_flight(self) -> InFlight:
+        """How generations in flight at a weight update continue."""
+        return self.generator.in_flight or "recompute"
 
     @property
     def max_num_seqs(self) -> int:

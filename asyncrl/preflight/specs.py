@@ -184,6 +184,7 @@ def generator_app(config: Config) -> GeneratorApp:
             update={
                 "max_num_seqs": config.max_num_seqs,
                 "gpu_memory_utilization": config.engine_share,
+                "in_flight": config.in_flight,
             }
         ),
         seed=config.seed,

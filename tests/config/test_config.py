@@ -517,7 +517,7 @@ def test_a_greedy_completion_is_one_more_for_each_group(tmp_path):
     for given, completions in ((alone, 1), ({**changes, "algorithm.advantage": "remax"}, 2)):
         found = load(tmp_path, {**given, "rollout.rollout_batch_size": 256})
         assert found.completions_per_group == completions
-        assert found.max_num_seqs == min(found.groups_at_once * completions, 1024)
+        assert found.max_num_seqs == min(found.groups_at_once * completions, 512)
     with pytest.raises(ConfigError, match=r"or algorithm\.advantage: remax, reinforce_plus_plus"):
         load(tmp_path, changes)
 

@@ -70,11 +70,11 @@ def test_max_num_seqs_follows_concurrency_up_to_the_devices_limit():
         config(
             generator=gpus, rollout={"max_completion_length": 8, "rollout_batch_size": 512}
         ).max_num_seqs
-        == 1024
+        == 512
     )
     assert config().max_num_seqs == 128
     assert generator_app(config(generator=gpus)).max_num_seqs == 384
-    assert GeneratorApp(model="m", generator=gpus).max_num_seqs == 1024, (
+    assert GeneratorApp(model="m", generator=gpus).max_num_seqs == 512, (
         "standing generators have no run"
     )
 
@@ -95,6 +95,20 @@ def test_a_large_model_gets_longer_start_and_push_timeouts(tmp_path):
 def test_push_timeout_includes_the_longest_completion_under_drain():
     one = config(**LONG, generator={"in_flight": "drain"})
     assert one.push_timeout_s == 300 + one.deadline_s
+
+
+def test_what_an_update_does_to_completions_depends_on_the_device():
+    """A GPU's full cache takes long to recompute. A rest on a GPU frees it in any case."""
+    on_gpu = {"device": "cuda"}
+    assert config().in_flight == "recompute"
+    assert config(generator=on_gpu).in_flight == "keep"
+    assert generator_app(config(generator=on_gpu)).in_flight == "keep"
+    assert config(generator=on_gpu, staleness={"max_staleness": 0}).in_flight == "recompute"
+    assert config(generator=on_gpu, lora={"r": 8}).in_flight == "recompute"
+    turns = config(generator=on_gpu, learner=on_gpu, placement="colocate")
+    assert turns.in_flight == generator_app(turns).in_flight == "recompute"
+    assert config(generator={**on_gpu, "in_flight": "drain"}).in_flight == "drain"
+    assert GeneratorApp(model="m", generator=on_gpu).in_flight == "recompute"
 
 
 def test_placement_timeout_grows_with_the_number_of_processes():

@@ -43,7 +43,7 @@ def holder(ray_cluster: Any, untied_model: Path, engine_starts: list[str]) -> It
             load = await super().start()
             original = self.engine.rest.pause
 
-            async def pause() -> int:
+            async def pause() -> Any:
                 unfinished = await original()
                 await asyncio.sleep(PAUSE_S)
                 return unfinished

@@ -1,4 +1,5 @@
-"""The prefix cache between the turns of a session, with a real engine under `in_flight: keep`."""
+"""The prefix cache of siblings and of the turns of a session, with a real engine under
+`in_flight: keep`."""
 
 from __future__ import annotations
 
@@ -93,13 +94,13 @@ def cached(
             long = [asyncio.create_task(self.answer(replace(LONG, seed=n))) for n in range(runs)]
             await until(lambda: self.engine.stats.tokens_generated >= before + 2 * runs)
             mine = [asyncio.create_task(self.answer(request)) for request in requests]
-            original = self.engine._state.sessions.submit_again
+            original = self.engine._state.kept.submit_again
 
             async def submit_again(llm: Any) -> int:
                 counts.append(await original(llm))
                 return counts[-1]
 
-            self.engine._state.sessions.submit_again = submit_again  # type: ignore[method-assign]
+            self.engine._state.kept.submit_again = submit_again  # type: ignore[method-assign]
             if not runs:  # until each request has tokens
                 sampled = before + 2 * len(requests)
                 await until(lambda: self.engine.stats.tokens_generated >= sampled)
@@ -107,7 +108,7 @@ def cached(
                 known = self.engine._state.llm.output_processor.request_states
                 await until(lambda: len(known) >= runs + len(requests))
             await self.apply(update, version)
-            self.engine._state.sessions.submit_again = original  # type: ignore[method-assign]
+            self.engine._state.kept.submit_again = original  # type: ignore[method-assign]
             return await asyncio.gather(*long), await asyncio.gather(*mine), counts[0]
 
     app = GeneratorApp(
@@ -162,9 +163,9 @@ def test_a_turn_reads_only_what_is_new(
     second = next_turn(TURN, first, 7)
     (after,), found, _ = cached.answer(second)
     assert found == (96,), "three whole blocks of 70 + 40 - 1 tokens"
-    (alone,), nothing, _ = cached.answer(replace(second, session=None))
+    (alone,), of_nobody, _ = cached.answer(replace(second, session=None))
     (other,), of_other, _ = cached.answer(replace(second, session="t"))
-    assert nothing == of_other == (0,)
+    assert of_nobody == of_other == (128,), "all requests share the blocks of the same tokens"
     assert after.token_ids == alone.token_ids == other.token_ids
     assert after.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
     assert apart(model, second, after) <= TOLERANCE
@@ -173,6 +174,18 @@ def test_a_turn_reads_only_what_is_new(
     for branch in branches:
         assert apart(model, second, branch) <= TOLERANCE
     assert cached.stream(second) == after.token_ids
+
+
+def test_siblings_share_their_prompt(
+    cached: Cached, apart: Any, load_reference: Any, untied_model: Path
+) -> None:
+    model = load_reference(untied_model)
+    cached.update(disturbed(model, 6))
+    group = replace(TURN, session=None, n=SLOTS)
+    completions, found, _ = cached.answer(group)
+    assert sorted(found) == [0, *[64] * (SLOTS - 1)], "two whole blocks of 70 tokens"
+    for completion in completions:
+        assert apart(model, group, completion) <= TOLERANCE
 
 
 def test_nothing_is_reused_after_an_update(
@@ -199,7 +212,7 @@ def test_a_turn_in_the_queue_over_an_update_reads_everything_again(
     (first,), _, _ = cached.answer(TURN)
     second = next_turn(TURN, first, 7)
     assert cached.answer(second)[1] == (96,)
-    other = replace(TURN, session="u", seed=9)
+    other = replace(TURN, prompt_ids=PROMPT[::-1], session="u", seed=9)
     cached.answer(other)
     assert cached.answer(other)[1] == (64,)
     version, (long, mine, again) = cached.update(disturbed(model, 3), SLOTS, second, other)

@@ -227,6 +227,7 @@ def test_update_in_flight(
         completions = [c for answer in answers for c in answer.completions]
         both = [c for c in completions if [span.version for span in c.versions] == [first, second]]
         assert timings["in_flight"] == len(at_pause)
+        assert timings["recomputed_tokens"] >= sum(at_pause), "and their prompts"
         assert len(both) >= timings["in_flight"] / 2 > 0
         assert sorted(c.versions[0].end for c in both) == sorted(
             count for count in at_pause if 0 < count < 200

@@ -75,6 +75,7 @@ def engine_config(
     from vllm.config import WeightTransferConfig
     from vllm.config.lora import MaxLoRARanks
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor import Executor, UniProcExecutor
 
     generator = app.generator
@@ -118,7 +119,8 @@ def engine_config(
     if generator.device != "cpu":
         arguments.gpu_memory_utilization = generator.gpu_share
         arguments.enable_sleep_mode = app.sleeps
-        config = arguments.create_engine_config()
+        # Without it, vLLM reads at most 2,048 tokens in a step; a run's prompts come in batches.
+        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
         return config, Executor.get_class(config)
     arguments.kv_cache_memory_bytes = generator.kv_cache_memory_bytes // workers
     arguments.enforce_eager = True

@@ -188,9 +188,7 @@ class EngineRequests:
         room for it."""
         await self._state.adapters.wait_for_slot()
         with self._state.adapters.using(self._state.llm) as adapter:
-            output, _ = await self._last_output(
-                prompt + completion, scoring_params(), None, adapter
-            )
+            output, _ = await self._last_output(prompt + completion, scoring_params(), adapter)
         return scores(output, len(prompt), completion)
 
     def _stops(self, request: GenerateRequest) -> Stops:
@@ -204,25 +202,18 @@ class EngineRequests:
 
     @property
     def _splits(self) -> bool:
-        """Whether a request for n completions becomes n requests (see `_salt`). With adapters it
-        does not: a request keeps its adapter, and vLLM's cache knows adapters by name and path."""
-        app = self._state.app
-        return app.generator.in_flight == "keep" and app.max_lora_rank is None
-
-    def _salt(self, session: str | None = None) -> str:
-        """A new request's salt: requests share cached KV blocks only under the same salt, and only
-        with the same adapter.
-
-        The cache outlives an update under `keep`: a completion that is first scheduled after it
-        would use the prompt's KV of the old weights. So no two completions share blocks, except
-        those of one session, whose requests are submitted again in that case
-        (`asyncrl.generation.engine.session_requests`).
+        """Whether a request for n completions becomes n requests, each of which is submitted again
+        if it has no token at an update (`asyncrl.generation.engine.kept_requests`). With adapters
+        it does not: a request keeps its adapter, and vLLM's cache knows adapters by name and path.
         """
-        if not self._splits:
-            return f"update {self._state.updates}"
-        if session is None:
-            return f"completion {next(self._ids)}"
-        return f"update {self._state.updates} session {session}"
+        app = self._state.app
+        return app.in_flight == "keep" and app.max_lora_rank is None
+
+    @property
+    def _salt(self) -> str:
+        """A new request's salt: requests share cached KV blocks only under the same salt, and only
+        with the same adapter. So the KV of older weights is never shared."""
+        return f"update {self._state.updates}"
 
     async def _run(self, request: GenerateRequest, adapter: Adapter | None) -> list[Ended]:
         """The completions."""
@@ -235,10 +226,7 @@ class EngineRequests:
         )
         if request.baseline:
             wanted.append(sampling_params(greedy(request), stops))
-        parts = [
-            asyncio.ensure_future(self._last_output(prompt, part, request.session, adapter))
-            for part in wanted
-        ]
+        parts = [asyncio.ensure_future(self._last_output(prompt, part, adapter)) for part in wanted]
         try:
             answers = await asyncio.gather(*parts)
         except asyncio.CancelledError:
@@ -261,7 +249,6 @@ class EngineRequests:
         self,
         prompt_ids: list[int],
         params: SamplingParams,
-        session: str | None,
         adapter: Adapter | None,
     ) -> tuple[RequestOutput, list[tuple[float, float]]]:
         """A request's output, and the times of its completions in their order, if vLLM told them
@@ -271,7 +258,7 @@ class EngineRequests:
         self._state.refuse_lost()
         name, stats = f"request-{next(self._ids)}", self._state.stats
         stats.watch(name)
-        outputs = self._start_request(prompt_ids, session, params, name, adapter)
+        outputs = self._start_request(prompt_ids, params, name, adapter)
         answer = asyncio.ensure_future(_last(outputs))
         try:
             await asyncio.wait([answer])
@@ -292,7 +279,6 @@ class EngineRequests:
     def _start_request(
         self,
         prompt_ids: list[int],
-        session: str | None,
         params: SamplingParams,
         name: str,
         adapter: Adapter | None,
@@ -303,15 +289,13 @@ class EngineRequests:
         def submit() -> AsyncGenerator[RequestOutput]:
             self._state.refuse_lost()
             return self._state.llm.generate(
-                tokens_input(prompt_ids, cache_salt=self._salt(session)),
+                tokens_input(prompt_ids, cache_salt=self._salt),
                 params,
                 name,
                 lora_request=None if adapter is None else adapter.request,
             )
 
-        if session is None or not self._splits:
-            return submit()
-        return self._state.sessions.outputs(name, submit)
+        return self._state.kept.outputs(name, submit) if self._splits else submit()
 
     async def _outputs(
         self, request: GenerateRequest, details: Details, adapter: Adapter | None, deadline: float
@@ -332,9 +316,7 @@ class EngineRequests:
                 await self._state.opened.wait()
             self._state.refuse_lost()
             params = stream_params(request, self._stops(request), details)
-            outputs = self._start_request(
-                list(request.prompt_ids), request.session, params, name, adapter
-            )
+            outputs = self._start_request(list(request.prompt_ids), params, name, adapter)
             while not ended:
                 coming = asyncio.ensure_future(anext(outputs, None))
                 if not (await asyncio.wait([coming], timeout=deadline - time.monotonic()))[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from asyncrl.generation.engine.outputs import tokens_so_far
 from asyncrl.generation.engine.sleep import Sleep
@@ -26,6 +26,15 @@ PAUSE: dict[str, Pause] = {
 }
 """`generator.in_flight` → how an update pauses vLLM. Completions continue with the old KV only if
 the cache is not cleared."""
+
+
+class Paused(NamedTuple):
+    """What an update or a rest has paused."""
+
+    in_flight: int
+    """Unfinished completions."""
+    recomputed_tokens: int
+    """Their tokens, with their prompts, that the engine reads again: their KV cache was cleared."""
 
 
 class EngineRest:
@@ -88,16 +97,18 @@ class EngineRest:
         self.rests = False
         self._state.opened.set()
 
-    async def pause(self) -> int:
-        """Pause vLLM unless the engine rests. Returns the number of unfinished completions."""
-        in_flight = self._state.app.generator.in_flight
+    async def pause(self) -> Paused:
+        """Pause vLLM unless the engine rests."""
+        in_flight = self._state.app.in_flight
         if not self.rests:
             await self._state.llm.pause_generation(**PAUSE[in_flight])
         return self._count_pause(in_flight == "recompute")
 
-    def _count_pause(self, recomputes: bool) -> int:
+    def _count_pause(self, recomputes: bool) -> Paused:
         """Count the unfinished completions of a pause."""
-        states = self._state.llm.output_processor.request_states.values()
+        states = [*self._state.llm.output_processor.request_states.values()]
         lengths = [tokens_so_far(state) for state in states]
         self._state.stats.count_pause(lengths, recomputes)
-        return len(lengths)
+        read = [state.prompt_len + length for state, length in zip(states, lengths, strict=True)]
+        running = [tokens for tokens, length in zip(read, lengths, strict=True) if length]
+        return Paused(len(lengths), sum(running) if recomputes else 0)

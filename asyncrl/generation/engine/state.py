@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from asyncrl.contracts.errors import EngineDiedError, StaleReplicaError
 from asyncrl.generation.engine.adapters import Adapters
 from asyncrl.generation.engine.early_process import fatal_error
-from asyncrl.generation.engine.session_requests import SessionRequests
+from asyncrl.generation.engine.kept_requests import KeptRequests
 from asyncrl.generation.engine.stats import EngineStats
 from asyncrl.generation.settings import GeneratorApp
 
@@ -43,7 +43,7 @@ class EngineState:
         self.broken: str | None = None
         """Why the engine cannot be used: an update failed halfway, or the engine hung."""
         self.adapters = Adapters(app.max_loras)
-        self.sessions = SessionRequests(opened)
+        self.kept = KeptRequests(opened)
         self._llm: AsyncLLM | None = llm
 
     @property

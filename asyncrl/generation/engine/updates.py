@@ -29,8 +29,8 @@ class EngineUpdates:
             update: where the workers find the version.
 
         Returns:
-            pause_s and apply_s (seconds), paused_at and applied_at (`steady_time`), and in_flight
-            (completions).
+            pause_s and apply_s (seconds), paused_at and applied_at (`steady_time`), in_flight
+            (completions), and recomputed_tokens.
 
         Raises:
             GpuMemoryError: the weights do not fit beside the learner's. Nothing has changed.
@@ -46,7 +46,7 @@ class EngineUpdates:
             await llm.finish_weight_update(weight_version=str(version))
             self._state.version = version
             self._state.updates += 1
-            await self._state.sessions.submit_again(llm)
+            await self._state.kept.submit_again(llm)
 
         failure = f"the update of version {version} failed"
         await self._rest.load_weights(failure)
@@ -117,7 +117,7 @@ class EngineUpdates:
         self._state.opened.clear()
         started, paused_at = time.monotonic(), steady_time()
         with self._state.unusable_after(failure):
-            in_flight = await self._rest.pause()
+            stopped = await self._rest.pause()
             paused = time.monotonic()
             await work()
             applied, applied_at = time.monotonic(), steady_time()
@@ -130,5 +130,6 @@ class EngineUpdates:
             "paused_at": paused_at,
             "apply_s": applied - paused,
             "applied_at": applied_at,
-            "in_flight": float(in_flight),
+            "in_flight": float(stopped.in_flight),
+            "recomputed_tokens": float(stopped.recomputed_tokens),
         }

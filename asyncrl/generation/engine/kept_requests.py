@@ -1,10 +1,10 @@
-"""Requests of sessions, which share the KV cache with the earlier turns of their session.
+"""Requests under `in_flight: keep`, where the KV cache outlives an update.
 
-The cache outlives an update under `in_flight: keep`, and a request that waits in vLLM's queue
-finds its blocks only when it is scheduled. So every request has the number of updates in its salt,
-and one without a token at an update is submitted again with the new salt. After an update, only
-requests that already run have an older salt. They go on with old KV, as `keep` says, and nobody
-finds what they add to the cache.
+Siblings share the KV of their prompt, and a session's turns that of the turns before. A request
+that waits in vLLM's queue finds its blocks only when it is scheduled. So every request has the
+number of updates in its salt, and one without a token at an update is submitted again with the new
+salt. After an update, only requests that already run have an older salt. They go on with old KV, as
+`keep` says, and nobody finds what they add to the cache.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Request:
     """Whether the request must be submitted again."""
 
 
-class SessionRequests:
-    """The requests of sessions that are under way, by name. Use it on one event loop."""
+class KeptRequests:
+    """The requests that are under way, by name. Use it on one event loop."""
 
     def __init__(self, opened: asyncio.Event) -> None:
         """

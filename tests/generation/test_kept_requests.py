@@ -1,4 +1,4 @@
-"""Which requests of sessions an update submits again, with a fake vLLM."""
+"""Which requests an update submits again, with a fake vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engines import StubOutputs
 
-from asyncrl.generation.engine.session_requests import SessionRequests
+from asyncrl.generation.engine.kept_requests import KeptRequests
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -63,7 +63,7 @@ class Scene:
     def __init__(self) -> None:
         self.opened, self.llm, self.updates = asyncio.Event(), FakeLLM(), 0
         self.opened.set()
-        self.requests = SessionRequests(self.opened)
+        self.requests = KeptRequests(self.opened)
 
     async def ask(self, name: str) -> list[Any]:
         outputs = self.requests.outputs(name, lambda: self.llm.generate(name, self.updates))
