@@ -47,6 +47,10 @@ WATCH = (
     "serve the page of a run to this machine's browsers, and let it grow with the run; ending it"
     " leaves the run alone"
 )
+GPU = (
+    "plan for machines with these GPUs, such as h100:8, which this one need not have: what a rank"
+    " and an engine take of them, and whether that fits"
+)
 TRAINS = ("train", "sft", "dpo", "reward_model")
 WATCHED = "serve the run's page while it runs, and open it in this machine's browser"
 LIST = "list the runs of a folder with state, step, reward and age, the newest first"
@@ -103,7 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     options = {option for option in PLAN_OPTIONS if getattr(known, f"show_{option}", False)}
     options |= {"watch"} if getattr(known, "watch", False) else set()
-    sys.exit(run(known.command, known.config, overrides, options))
+    gpu = getattr(known, "gpu", "")
+    sys.exit(run(known.command, known.config, overrides, options, gpu))
 
 
 def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -142,6 +147,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         commands.choices["plan"].add_argument(
             f"--{option}", action="store_true", dest=f"show_{option}", help=text
         )
+    commands.choices["plan"].add_argument("--gpu", metavar="KIND[:COUNT]", default="", help=GPU)
     listing = commands.add_parser("ls", help=LIST, description=LIST, allow_abbrev=False)
     listing.add_argument(
         "folder", nargs="?", metavar="FOLDER", help="default: ASYNCRL_RUNS, or else runs"

@@ -28,6 +28,7 @@ from asyncrl.runtime.output import lasting_output
 from asyncrl.runtime.redact import OutputError, print_shown
 
 if TYPE_CHECKING:
+    from asyncrl.preflight.resources.gpus import Gpus
     from asyncrl.rundir.reader import Run
 
 OFFLINE = ("sft", "dpo", "reward_model")
@@ -54,15 +55,18 @@ def show_help(parser: argparse.ArgumentParser, command: str, asked: str) -> int:
     return 0
 
 
-def run(command: str, path: str, overrides: list[str], options: Collection[str] = ()) -> int:
+def run(
+    command: str, path: str, overrides: list[str], options: Collection[str] = (), gpu: str = ""
+) -> int:
     """Run a subcommand on a config and return its exit code. Training goes on without its standard
     output, and SIGTERM and SIGHUP stop it as Ctrl-C does.
 
     Args:
         options: the given PLAN_OPTIONS, or `watch`.
+        gpu: for a plan, the GPUs of other machines; "": this machine's.
     """
     if command in ("plan", "check-env"):
-        return _run(command, path, overrides, options)
+        return _run(command, path, overrides, options, gpu)
     from asyncrl.run.stopping import handling_signals
 
     # Until the last line is written: `timeout` sends its signal twice.
@@ -86,7 +90,9 @@ def _once() -> Callable[[str], None]:
     return interrupt
 
 
-def _run(command: str, path: str, overrides: list[str], options: Collection[str]) -> int:
+def _run(
+    command: str, path: str, overrides: list[str], options: Collection[str], gpu: str = ""
+) -> int:
     user_folder_last()  # reward functions may be in it
     try:
         config = (
@@ -96,7 +102,7 @@ def _run(command: str, path: str, overrides: list[str], options: Collection[str]
         )
         if command == "plan":
             with reader_may_leave():
-                return _plan(config, options)
+                return _plan(config, options, gpu)
         if command == "check-env":
             with reader_may_leave():
                 return _check_env(config)
@@ -153,12 +159,14 @@ def reader_may_leave() -> Iterator[None]:
         sys.exit(1)
 
 
-def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
+def _plan(config: Config | OfflineConfig, options: Collection[str], gpu: str) -> int:
     from asyncrl.preflight.machine import refuse_machine
+    from asyncrl.preflight.resources.gpus import gpu_text, named_gpus
 
     refuse_machine(config)
+    gpus = named_gpus(gpu) if gpu else None
     if isinstance(config, OfflineConfig):
-        return _offline_plan(config, options)
+        return _offline_plan(config, options, gpus)
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.plan.plan import make_plan
     from asyncrl.preflight.trials.code import try_code
@@ -167,7 +175,7 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
 
     config, brief = resolve_models(config), "brief" in options
     with reward_trial(config) as try_rewards:
-        plan = make_plan(config)
+        plan = make_plan(config, gpus)
         if "config" in options:
             print_shown(f"{plan.config_text()}\n")
         print_shown(plan.brief() if brief else plan.text())
@@ -189,6 +197,8 @@ def _plan(config: Config | OfflineConfig, options: Collection[str]) -> int:
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
+    if gpus is not None:
+        print_shown(f"\n{gpu_text(config, gpus, plan.weights_bytes)}")
     return 0
 
 
@@ -216,16 +226,17 @@ def _check_env(config: Config | OfflineConfig) -> int:
     return 2 if checked.failed else 0
 
 
-def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
+def _offline_plan(config: OfflineConfig, options: Collection[str], gpus: Gpus | None) -> int:
     from asyncrl.preflight.model_snapshot import resolve_models
     from asyncrl.preflight.plan.offline import make_offline_plan
+    from asyncrl.preflight.resources.gpus import gpu_text
 
     if "cluster" in options:
         raise ConfigError(
             "--cluster: a run on a dataset asks the cluster only for its learner ranks; run"
             " `ray status` to see whether it has room, and leave the option out"
         )
-    plan = make_offline_plan(resolve_models(config))
+    plan = make_offline_plan(resolve_models(config), gpus)
     if "config" in options:
         print_shown(f"{plan.config_text()}\n")
     print_shown(plan.brief() if "brief" in options else plan.text())
@@ -233,6 +244,9 @@ def _offline_plan(config: OfflineConfig, options: Collection[str]) -> int:
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
         print_shown(f"\n{memory_text(config)}")
+    if gpus is not None:
+        size = plan.version.nbytes(config.model.dtype)
+        print_shown(f"\n{gpu_text(config, gpus, size)}")
     return 0
 
 

@@ -46,10 +46,16 @@ def refuse_machine(config: RunSettings) -> None:
     _refuse_full(f"the temporary folder {temporary!r}", "TMPDIR", temporary)
     for setting, directory in _directories(config):
         _refuse_unusable(setting, directory)
-    if os.environ.get("RAY_ADDRESS") in (None, "", "local"):
+    if starts_ray_here():
         _refuse_ray_folder()
         _refuse_home()
         _refuse_few_processes(config)
+
+
+def starts_ray_here() -> bool:
+    """Whether a run of this process starts Ray on this machine. With a cluster at RAY_ADDRESS,
+    the run may have no part here, and the memory and GPUs of this machine say nothing about it."""
+    return os.environ.get("RAY_ADDRESS") in (None, "", "local")
 
 
 def refuse_environment() -> None:

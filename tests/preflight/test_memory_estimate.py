@@ -126,17 +126,19 @@ def test_log_probs_need_four_chunks_and_two_gradients_of_the_head(untied_model: 
 def test_the_text_names_excluded_memory_and_this_machine(tiny_model: Path) -> None:
     text = memory_text(learner_config(tiny_model, world_size=2))
     assert f"{psutil.virtual_memory().total / 2**30:.2f} GiB of memory" in text
-    assert (
-        "activations are not included" in text
-        and "gradient_checkpointing would make them small" in text
-        and "saves nothing" not in text
+    needs = estimate(learner_config(tiny_model, world_size=2))
+    assert needs.activations > needs.other_activations > 0 and "saves nothing" not in text
+    assert "  activations of 128 tokens" in text and "  total, without libraries" in text
+    less = (
+        f"with gradient_checkpointing: true they would take {needs.other_activations / 2**20:.1f}"
     )
+    assert less in text
     assert ("no GPU" in text) != torch.cuda.is_available()
     offloaded = memory_text(
         learner_config(tiny_model, gradient_checkpointing=True, offload_optimizer="cpu")
     )
     assert (
-        "keeps one input per layer" in offloaded
+        "with gradient_checkpointing: false they would take" in offloaded
         and "offloading saves nothing with learner.device: cpu" in offloaded
     )
 

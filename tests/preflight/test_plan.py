@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +18,9 @@ from small_config import small_config
 
 from asyncrl import cli
 from asyncrl.config import ConfigError, load_config
+from asyncrl.preflight.plan import plan as plan_module
 from asyncrl.preflight.plan.plan import check_heads, make_plan
+from asyncrl.preflight.resources.memory_estimate import memory_text
 from benchmarks.families import family
 
 
@@ -96,6 +99,22 @@ def test_a_tokenizer_that_does_not_preserve_text_is_refused(write, llama_model, 
     ) as error:
         make_plan(load_config(write({"model.path": str(model)})))
     assert "\n" not in str(error.value)
+
+
+def test_this_machines_memory_does_not_decide_about_a_cluster(write, monkeypatch):
+    """A login node, or the head of a cluster, has no part of the run."""
+    monkeypatch.setattr(plan_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(plan_module, "refuse_full", lambda config, found: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(write({}))
+    with pytest.raises(ConfigError, match="/dev/shm has 0 MiB free"):
+        make_plan(config)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    plan = make_plan(config)
+    assert plan.shared_memory_free is None
+    assert "the run asks the cluster's nodes when it starts (now: --cluster)" in plan.text()
+    assert "this machine" not in memory_text(config)
+    assert "the run is on the cluster at RAY_ADDRESS" in memory_text(config)
 
 
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):

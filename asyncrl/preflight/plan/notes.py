@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.algorithms.optimizers import AdamW
 from asyncrl.config import Config, OfflineConfig, RunSettings
+from asyncrl.preflight.machine import starts_ray_here
 from asyncrl.preflight.resources.adapter import loaded_dropout, trained_elements
 from asyncrl.text.stops import chat_end_token
 from asyncrl.text.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def _no_gpu(config: RunSettings, gpus: int) -> str:
     on_cuda = ["learner.device: cuda"] if config.learner.device == "cuda" else []
     if isinstance(config, Config) and config.engines.device == "cuda":
         on_cuda.append("generator.device: cuda")
-    if gpus or not on_cuda or os.environ.get("RAY_ADDRESS"):
+    if gpus or not on_cuda or not starts_ray_here():
         return ""
     return (
         f"this machine has no GPU for {' and '.join(on_cuda)}; set RAY_ADDRESS to a cluster with"

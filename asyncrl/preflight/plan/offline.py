@@ -26,6 +26,7 @@ from asyncrl.preflight.plan.notes import counted, gpus_here, notes_text, plan_no
 from asyncrl.preflight.plan.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.resources.adapter import adapter_text, check_adapter, trained_elements
 from asyncrl.preflight.resources.disk import Disk, disk_text, disks, refuse_full
+from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus, smallest_here
 from asyncrl.preflight.resources.model_limits import model_context
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files.opening import make_directory, replace_text
@@ -240,12 +241,16 @@ class OfflinePlan:
         return "\n".join(["# logical CPUs", *rows, last])
 
 
-def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
+def make_offline_plan(config: OfflineConfig, gpus: Gpus | None = None) -> OfflinePlan:
     """Check everything that can be checked without allocating resources. Reads and tokenizes all
     rows.
 
+    Args:
+        gpus: those of the machines that the run is planned for. None: this machine, unless there
+            is a cluster at RAY_ADDRESS.
+
     Raises:
-        ConfigError: the model or the data cannot be used, or disk space is too small.
+        ConfigError: the model or the data cannot be used, or a GPU or disk space is too small.
     """
     # Raises if the run directory would be deleted with the Ray job.
     _ = config.run_directory
@@ -287,6 +292,7 @@ def make_offline_plan(config: OfflineConfig) -> OfflinePlan:
     check_adapter(config, version)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
+    refuse_small_gpus(config, gpus or smallest_here())
     return OfflinePlan(config, context, train, held_out, version, found, sizes)
 
 

@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from asyncrl.config import Config, ConfigError, RunSettings, explain
 from asyncrl.generation.model_checks import check_share, check_workers
 from asyncrl.observe.sinks import missing_packages, wandb_asks_for_a_key
+from asyncrl.preflight.machine import starts_ray_here
 from asyncrl.preflight.plan.text import Plan
 from asyncrl.preflight.resources.adapter import check_adapter, run_outline
 from asyncrl.preflight.resources.disk import disks, refuse_full
+from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus, smallest_here
 from asyncrl.preflight.resources.model_limits import check_kv_cache, model_context
 from asyncrl.preflight.resources.needs import logical_cpus
 from asyncrl.preflight.specs import data_spec
@@ -30,12 +32,16 @@ if TYPE_CHECKING:
     from asyncrl.data.length_limits import LengthReport
 
 
-def make_plan(config: Config) -> Plan:
+def make_plan(config: Config, gpus: Gpus | None = None) -> Plan:
     """Check everything that can be checked without allocating resources.
+
+    Args:
+        gpus: those of the machines that the run is planned for. None: this machine, unless there
+            is a cluster at RAY_ADDRESS.
 
     Raises:
         ConfigError: the model, the data or a reward cannot be used, a length does not fit, or
-            shared memory or disk space is too small.
+            shared memory, a GPU or disk space is too small.
     """
     from asyncrl.data.prompts import check_prompts
 
@@ -69,7 +75,7 @@ def make_plan(config: Config) -> Plan:
     plan = Plan(
         config,
         logical_cpus(config),
-        shutil.disk_usage("/dev/shm").free,
+        shutil.disk_usage("/dev/shm").free if gpus is None and starts_ray_here() else None,
         context,
         report,
         truncation,
@@ -79,14 +85,16 @@ def make_plan(config: Config) -> Plan:
         found,
         teacher,
     )
-    if plan.shared_memory_needed > plan.shared_memory_free:
+    free = plan.shared_memory_free
+    if free is not None and plan.shared_memory_needed > free:
         raise ConfigError(
-            f"/dev/shm has {plan.shared_memory_free >> 20} MiB free, and two versions in the object"
+            f"/dev/shm has {free >> 20} MiB free, and two versions in the object"
             f" store plus {config.engines.num_replicas} staged versions need"
             f" {plan.shared_memory_needed >> 20} MiB; lower generator.num_replicas or enlarge"
             " /dev/shm"
         )
     refuse_full(config, found)
+    refuse_small_gpus(config, gpus or smallest_here())
     return plan
 
 

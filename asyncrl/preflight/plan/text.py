@@ -42,7 +42,8 @@ class Plan:
 
     config: Config
     parts: tuple[Part, ...]
-    shared_memory_free: int
+    shared_memory_free: int | None
+    """Free bytes of /dev/shm; None: the run is on a cluster, whose nodes are asked at its start."""
     context: int
     prompts: PromptReport
     truncation: dict[str, LengthReport]
@@ -192,12 +193,16 @@ class Plan:
 
     def _memory(self) -> str:
         mib = 1 << 20
-        replicas = self.config.engines.num_replicas
+        replicas, free = self.config.engines.num_replicas, self.shared_memory_free
+        room = (
+            f"free in /dev/shm {free / mib:.0f} MiB"
+            if free is not None
+            else "the run asks the cluster's nodes when it starts (now: --cluster)"
+        )
         return (
             f"# shared memory\n  weights of one version"
             f" {published_bytes(self.config, self.weights_bytes) / mib:.1f} MiB; needed"
-            f" (2 versions + {replicas} staged) {self.shared_memory_needed / mib:.1f} MiB; free in"
-            f" /dev/shm {self.shared_memory_free / mib:.0f} MiB"
+            f" (2 versions + {replicas} staged) {self.shared_memory_needed / mib:.1f} MiB; {room}"
         )
 
     def _kv_cache(self) -> str:
@@ -272,8 +277,10 @@ def _generators(config: Config) -> str:
         devices += f", over {generator.nnodes} nodes"
     if isinstance(config.generator, AttachedGenerators):
         return config.generator.attach
+    updates = "" if config.lora is not None else f", in_flight: {config.in_flight}"
     return (
         f"{generator.replicas_text} on {devices}, {config.max_num_seqs} concurrent sequences each"
+        f"{updates}"
     )
 
 

@@ -15,6 +15,14 @@ from asyncrl.config import LearnerConfig, RunSettings
 from asyncrl.config.schema import ZERO_BUCKET_ELEMENTS
 from asyncrl.generation.served import text_config
 from asyncrl.models.supported import squares_scores
+from asyncrl.preflight.machine import starts_ray_here
+from asyncrl.preflight.resources.activations import (
+    HEADS,
+    LAYERS,
+    WIDTH,
+    activations,
+    size_of,
+)
 from asyncrl.preflight.resources.adapter import run_outline, trained_elements
 from asyncrl.sandbox.machine import usable_memory
 from asyncrl.weights.layout import ITEM_BYTES
@@ -25,6 +33,7 @@ a chunk's, and their float32 sum."""
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 """One of them exists where a program can use a GPU, in containers and WSL too. Without them, torch
 need not be imported, which takes a second or more."""
+ELSEWHERE = "  the run is on the cluster at RAY_ADDRESS; --cluster asks its nodes for their memory"
 HOST_BUFFERS = 1.5
 """Host memory that DeepSpeed's formula counts for each byte that is in use there."""
 STAGES = (1, 2, 3)
@@ -32,12 +41,6 @@ KEPT_SCORES, LIVE_SCORES = 2, 3
 """Tensors of tokens × tokens per layer in the model's own eager attention: those kept for the
 backward pass, and temporary ones."""
 VOCABULARY = ("vocab_size",)
-HEADS, LAYERS, WIDTH = (
-    ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    ("hidden_size", "n_embd", "n_embed", "d_model"),
-)
-"""Names of these sizes in config.json, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Needs:
     scores: int = 0
     """Attention scores (tokens × tokens) of the longest trajectory, if the model's own attention
     stores them. Device."""
+    activations: int = 0
+    """What the layers keep for the backward pass, at the same time as `logits`. Device. 0: unknown,
+    the model's config.json has other names of sizes."""
+    other_activations: int = 0
+    """The same with the other value of learner.gradient_checkpointing."""
 
     other_stages: Mapping[int, int] = field(default_factory=dict)
     """Stage of ZeRO that these settings allow too → `on_device` with it."""
@@ -85,6 +93,11 @@ def parameter_counts(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     return sum(layers.values()), max(layers.values())
 
 
+def device_bytes(needs: Needs) -> int:
+    """Bytes that a rank needs on its device at once, without libraries."""
+    return needs.on_device + needs.logits + needs.scores + needs.activations
+
+
 def estimate(config: RunSettings) -> Needs:
     """The needs of one rank, with all ranks on one machine."""
     learner = config.learner
@@ -97,14 +110,18 @@ def estimate(config: RunSettings) -> Needs:
     bucket = max(config.bucket_bytes, version.largest * ITEM_BYTES[config.model.dtype])
     tree: dict[str, object] = json.loads((Path(config.model.path) / "config.json").read_text())
     text = text_config(tree)
-    vocabulary = _size_of(text, VOCABULARY)
-    width = _size_of(text, WIDTH)
+    vocabulary = size_of(text, VOCABULARY)
+    width = size_of(text, WIDTH)
     chunk = min(
         max(chunk_elements(learner.logprob_bytes), vocabulary),
         learner.max_tokens_per_gpu * vocabulary,
     )
     logits = 4 * (
         LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width
+    )
+    kept, other = (
+        _activations(learner, text, logits, checkpointing)
+        for checkpointing in (learner.gradient_checkpointing, not learner.gradient_checkpointing)
     )
     return Needs(
         total,
@@ -114,6 +131,8 @@ def estimate(config: RunSettings) -> Needs:
         2 * min(bucket, version.nbytes(config.model.dtype)),
         logits,
         _scores(config, tree, text),
+        kept,
+        other,
         {
             stage: _states(learner.model_copy(update={"zero_stage": stage}), sizes)[0]
             for stage in STAGES
@@ -183,23 +202,27 @@ def _scores(config: RunSettings, tree: Mapping[str, object], text: Mapping[str, 
     gradient_checkpointing keeps the scores of one layer only."""
     if not squares_scores(tree):
         return 0
-    layers = 1 if config.learner.gradient_checkpointing else _size_of(text, LAYERS)
+    layers = 1 if config.learner.gradient_checkpointing else size_of(text, LAYERS)
     return (
         4
-        * _size_of(text, HEADS)
+        * size_of(text, HEADS)
         * config.longest_trajectory**2
         * (KEPT_SCORES * layers + LIVE_SCORES)
     )
 
 
-def _size_of(text: Mapping[str, object], names: tuple[str, ...]) -> int:
-    """The first of these settings in the config; 0 if it has none."""
-    values = (text.get(name) for name in names)
-    return next((int(value) for value in values if isinstance(value, int | float) and value), 0)
+def _activations(
+    learner: LearnerConfig, text: Mapping[str, object], logits: int, checkpointing: bool
+) -> int:
+    """Bytes beside a chunk of logits. With checkpointing, a layer is computed again when the
+    logits are gone, so only what it takes beyond them counts."""
+    item = 2 if learner.bf16 else 4
+    kept, layer = activations(text, learner.max_tokens_per_gpu, item, checkpointing)
+    return kept + (max(0, layer - logits) if checkpointing else 0)
 
 
 def memory_text(config: RunSettings) -> str:
-    """The estimate and the memory of this machine, for people."""
+    """The estimate for people, and the memory of this machine if the run is on it."""
     needs, learner = estimate(config), config.learner
     on_cpu = learner.device == "cpu"
     device = "host" if on_cpu else "GPU"
@@ -209,14 +232,18 @@ def memory_text(config: RunSettings) -> str:
         ("two buckets while a version is published, rank 0", "host", needs.buckets),
         ("a chunk of logits and the head's gradients", device, needs.logits),
     ]
+    if needs.activations:
+        tokens = f"activations of {learner.max_tokens_per_gpu:,} tokens"
+        rows.append((tokens, device, needs.activations))
     if needs.scores:
         rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
     totals = {
         memory: sum(size for _, where, size in rows if where == memory)
         for memory in sorted({device, "host"})
     }
+    missing = "" if needs.activations else "activations and "
     for memory, total in totals.items():
-        rows.append(("total, without activations and libraries", memory, total))
+        rows.append((f"total, without {missing}libraries", memory, total))
     note = (
         "\n  offloading saves nothing with learner.device: cpu, where all memory is host memory"
         if on_cpu and learner.offload_optimizer == "cpu"
@@ -234,27 +261,29 @@ def memory_text(config: RunSettings) -> str:
                 f" {learner.offload_optimizer}, offload_param"
                 f" {learner.offload_param}{by_deepspeed}"
             ),
-            *(f"  {name:<50}{memory:<5}{_size(size)}" for name, memory, size in rows),
+            *(f"  {name:<50}{memory:<5}{shown(size)}" for name, memory, size in rows),
             *_other_stages(needs),
-            "  activations are not included: they grow with max_tokens_per_gpu"
-            f" {learner.max_tokens_per_gpu}, "
-            + (
-                "and gradient_checkpointing keeps one input per layer"
-                if learner.gradient_checkpointing
-                else "and gradient_checkpointing would make them small"
-            )
-            + note
-            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], _gpus())),
-            f"  this machine: {_machine()}",
+            "  activations grow with max_tokens_per_gpu;"
+            f" {_other_activations(needs, learner)}{note}"
+            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], machine_gpus())),
+            f"  this machine: {_machine()}" if starts_ray_here() else ELSEWHERE,
         ]
     )
+
+
+def _other_activations(needs: Needs, learner: LearnerConfig) -> str:
+    """What the other value of gradient_checkpointing would do."""
+    other = f"gradient_checkpointing: {str(not learner.gradient_checkpointing).lower()}"
+    if not needs.activations:
+        return "they are not included, because config.json has other names of the model's sizes"
+    return f"with {other} they would take {shown(needs.other_activations)}"
 
 
 def _other_stages(needs: Needs) -> list[str]:
     """What another stage of ZeRO would take, in one line; none if the settings refuse the
     others."""
     found = [
-        f"{stage} would take {_size(abs(size - needs.on_device)).strip()}"
+        f"{stage} would take {shown(abs(size - needs.on_device))}"
         f" {'more' if size >= needs.on_device else 'less'}"
         for stage, size in needs.other_stages.items()
     ]
@@ -278,12 +307,12 @@ def limit_text(fraction: float, needed: int, gpus: Mapping[str, int]) -> str:
         return text
     most = fraction * min(gpus.values())
     enough = "" if needed <= most else ", less than this total: raise it, or learner.world_size"
-    return f"{text}, {_size(most).strip()} here{enough}"
+    return f"{text}, {shown(most)} here{enough}"
 
 
-def _gpus() -> dict[str, int]:
-    """Name and bytes of each GPU of this machine."""
-    if not any(Path(file).exists() for file in DRIVER_FILES):
+def machine_gpus() -> dict[str, int]:
+    """Name and bytes of each GPU of this machine; none for a run on a cluster."""
+    if not starts_ray_here() or not any(Path(file).exists() for file in DRIVER_FILES):
         return {}
     import torch
 
@@ -297,10 +326,11 @@ def _gpus() -> dict[str, int]:
 
 def _machine() -> str:
     total, available = usable_memory()
-    host = f"{_size(total).strip()} of memory, {_size(available).strip()} of it free"
-    gpus = [f"GPU {name} with {_size(size).strip()}" for name, size in _gpus().items()]
+    host = f"{shown(total)} of memory, {shown(available)} of it free"
+    gpus = [f"GPU {name} with {shown(size)}" for name, size in machine_gpus().items()]
     return f"{host}; " + (", ".join(gpus) or "no GPU")
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**30:9.2f} GiB" if size >= 2**30 else f"{size / 2**20:9.1f} MiB"
+def shown(size: float) -> str:
+    """Bytes in GiB or MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
