@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 
 from asyncrl.contracts.errors import PartDiedError
 from asyncrl.run.cluster.cluster import RayEndedError, wait_until_ray_ends
-from asyncrl.runtime.output import drain_output
+from asyncrl.runtime.output import drain_output, flush_output
 
 logger = logging.getLogger("asyncrl")
 
@@ -38,7 +38,7 @@ class RayWatch:
         self._main = threading.current_thread() is threading.main_thread()
         self._over = threading.Event()
         self._found: RayEndedError | None = None
-        self.code: int | None = None
+        self._code: int | None = None
         """The exit code, once the end of the cluster has been said and recorded."""
         self._cancel: Callable[[], object] = lambda: None
 
@@ -77,10 +77,15 @@ class RayWatch:
                 raise self._found from error
             raise
 
+    def ended(self) -> int | None:
+        """The exit code if the cluster has ended, which is said if it was not; None: it has not."""
+        return None if self._found is None else self._say(self._found)
+
     def _say(self, error: RayEndedError) -> int:
-        if self.code is None:
-            self.code = self._end(error)
-        return self.code
+        if self._code is None:
+            self._code = self._end(error)
+            flush_output()  # a shutdown of Ray may end this process at once
+        return self._code
 
     def _watch(self) -> None:
         self._found = error = wait_until_ray_ends(self._over)

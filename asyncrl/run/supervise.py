@@ -195,8 +195,8 @@ def _attempts(
                 with RayWatch(end) as ray:
                     summary = asyncio.run(_train(job, directory, across, left, stop, ray))
             except (Exception, asyncio.CancelledError, KeyboardInterrupt) as error:
-                if ray.code is not None:
-                    return ray.code
+                if (said := ray.ended()) is not None:  # whatever failed because of that
+                    return said
                 restarts_left = left()
                 goes_on = isinstance(error, PartDiedError) and restarts_left > 0 and not stop.cause
                 code = end(error, goes_on)

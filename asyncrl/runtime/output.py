@@ -60,6 +60,14 @@ class _Writer:
             self._size += len(text)
             self._changed.notify()
 
+    def flush(self) -> None:
+        """Wait until all is written, as long as the reader takes it."""
+        with self._changed:
+            before = -1
+            while self._size and not self._gone and before != self._progress:
+                before = self._progress
+                self._changed.wait_for(lambda: not self._size or self._gone, self._end_s)
+
     def close(self) -> None:
         """Write the rest, as long as the reader takes it. Nothing more is written after that."""
         with self._changed:
@@ -82,6 +90,7 @@ class _Writer:
             self._write(descriptor, text)
             with self._changed:
                 self._size = max(0, self._size - len(text))
+                self._changed.notify_all()
 
     def _write(self, descriptor: int, text: bytes) -> None:
         while text and not self._gone:
@@ -105,6 +114,7 @@ class _Writer:
             self._gone = True
             self._waiting.clear()
             self._size = 0
+            self._changed.notify_all()
         for descriptor in self.descriptors:  # what others print at the end must not fail either
             with contextlib.suppress(OSError):
                 null = os.open(os.devnull, os.O_WRONLY)
@@ -154,6 +164,13 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
         for writer in writers.values():
             writer.close()
+
+
+def flush_output() -> None:
+    """Write what `lasting_output` has to write by now."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Lasting):
+            stream.writer.flush()
 
 
 def drain_output() -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from asyncrl.run.stopping import CAUSES, Stop, handling_signals
 from asyncrl.run.supervise import run_job
 from asyncrl.rundir.reader import open_run
 from asyncrl.rundir.record import read_record
-from asyncrl.runtime.output import drain_output
 
 Work = Callable[["StandIn"], Awaitable[None]]
 
@@ -196,7 +195,6 @@ def test_the_end_of_ray_is_said_before_a_shutdown_that_ends_the_process(tmp_path
         try:
             yield
         finally:
-            drain_output()
             os._exit(1)
 
     async def fails(job: StandIn) -> None:
@@ -217,6 +215,31 @@ def test_the_end_of_ray_is_said_before_a_shutdown_that_ends_the_process(tmp_path
     assert "\nasyncrl: Ray's processes ended\n" in (tmp_path / "printed").read_text()
     status = open_run(job.config.run_directory).status()
     assert (status.state, status.cause) == ("failed", "Ray's processes ended")
+
+
+def test_the_end_of_ray_while_the_run_closes_is_named(tmp_path, monkeypatch, capfd):
+    """The watch cancels what waits for the cluster, which is no interruption by the user."""
+    closing = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def slow(self: Any, *arguments: Any) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            closing.set()
+            await asyncio.sleep(60)
+
+    def ends(over: threading.Event) -> RayEndedError:
+        closing.wait(30)
+        return RayEndedError("Ray's processes ended")
+
+    async def fails(job: StandIn) -> None:
+        raise ValueError("something else")
+
+    monkeypatch.setattr(attempts.AcrossAttempts, "attempt", slow)
+    monkeypatch.setattr(ray_watch, "wait_until_ray_ends", ends)
+    assert ended(StandIn(tmp_path, fails)) == (1, "failed", "Ray's processes ended")
+    assert "\nasyncrl: Ray's processes ended\n" in capfd.readouterr().err
 
 
 def test_a_call_of_ray_that_blocks_the_event_loop_does_not_hold_the_run(tmp_path, monkeypatch):

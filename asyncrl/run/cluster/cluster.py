@@ -44,6 +44,10 @@ ASK_EVERY_S, MOST_SILENT = 5.0, 3
 it is gone. Ray itself ends this process a minute after the cluster."""
 
 
+_shutting_down = threading.Event()
+"""Set while this process ends its own cluster, whose processes then end one by one."""
+
+
 class RayEndedError(RuntimeError):
     """The cluster of the run has ended. The message names what ended."""
 
@@ -60,6 +64,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
         ConfigError: no cluster answers at RAY_ADDRESS.
         RuntimeError: the cluster accepts work without a token.
     """
+    _shutting_down.clear()
     # Otherwise, a thread that calls Ray after its end would start a second cluster, which leaks.
     auto_init_hook.enable_auto_connect = False
     without_uv()
@@ -77,6 +82,7 @@ def ray_cluster(config: RunSettings) -> Iterator[Path | None]:
         _refuse_open_ray(config.ray_without_token)
         yield None if address else session / "logs"
     finally:
+        _shutting_down.set()
         shut_down_ray()
         forget_controller()
         remove_left_behind(ProcessTemporaryFolder.where())
@@ -147,7 +153,7 @@ def wait_until_ray_ends(over: threading.Event) -> RayEndedError | None:
     silent, asked = 0, time.monotonic()
     while not over.wait(LOOK_EVERY_S):
         node: Any = ray._private.worker._global_node
-        if node is None:
+        if node is None or _shutting_down.is_set():
             continue
         if node.all_processes:
             ended = _ended(node.all_processes)
