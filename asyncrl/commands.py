@@ -196,7 +196,7 @@ def _plan(config: Config | OfflineConfig, options: Collection[str], gpu: str) ->
     if not brief:
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
-        print_shown(f"\n{memory_text(config)}")
+        print_shown(f"\n{memory_text(config, False if gpus else None)}")
     if gpus is not None:
         print_shown(f"\n{gpu_text(config, gpus, plan.weights_bytes)}")
     return 0
@@ -243,7 +243,7 @@ def _offline_plan(config: OfflineConfig, options: Collection[str], gpus: Gpus | 
     if "brief" not in options:
         from asyncrl.preflight.resources.memory_estimate import memory_text
 
-        print_shown(f"\n{memory_text(config)}")
+        print_shown(f"\n{memory_text(config, False if gpus else None)}")
     if gpus is not None:
         size = plan.version.nbytes(config.model.dtype)
         print_shown(f"\n{gpu_text(config, gpus, size)}")

@@ -357,9 +357,7 @@ class GenerateRequest:
     `min_weights`. None = any replica."""
     session: str | None = None
     """Names the session that the request is a turn of. It may use the KV cache that earlier turns
-    of the session filled with the same weights, and goes to the same replica as they if it can.
-    None = its completions share no cache with those of other requests under
-    `generator.in_flight: keep`."""
+    of the session filled with the same weights, and goes to the same replica as they if it can."""
     tries: int = 0
     """Tries of this request that a replica could not answer. With a session, each makes another
     replica the first choice."""

@@ -9,6 +9,7 @@ import pytest
 from recorded import learner_config
 
 from asyncrl.config import Config, ConfigError
+from asyncrl.preflight.resources import gpus as gpus_module
 from asyncrl.preflight.resources.activations import activations
 from asyncrl.preflight.resources.gpus import GIB, Gpus, gpu_text, named_gpus, refuse_small_gpus
 from asyncrl.preflight.resources.memory_estimate import device_bytes, estimate
@@ -47,18 +48,42 @@ def test_a_mixture_keeps_the_experts_of_a_token() -> None:
 
 
 def test_a_rank_that_cannot_fit_is_refused_with_the_way_out(tiny_model: Path) -> None:
-    config = on_gpu(tiny_model)
+    config = learner_config(tiny_model, device="cuda")
     needed = device_bytes(estimate(config))
-    refuse_small_gpus(config, Gpus("small", 1, needed))
-    refuse_small_gpus(learner_config(tiny_model), Gpus("small", 1, 1))
-    refuse_small_gpus(config, None)
+    refuse_small_gpus(config, 1, Gpus("small", 1, int(needed / 1.1) + 1))
+    refuse_small_gpus(learner_config(tiny_model), 1, Gpus("small", 1, 1))
     with pytest.raises(ConfigError) as error:
-        refuse_small_gpus(config, Gpus("small", 1, needed - 1))
+        refuse_small_gpus(config, 1, Gpus("small", 1, int(needed / 1.1)))
     assert "of small; set learner.gradient_checkpointing: true, or raise learner.world_size" in str(
         error.value
     )
-    less = on_gpu(tiny_model, gradient_checkpointing=True)
-    refuse_small_gpus(less, Gpus("small", 1, device_bytes(estimate(less))))
+    whole = learner_config(tiny_model, device="cuda", zero_stage=1)
+    with pytest.raises(ConfigError, match=r"or set learner\.zero_stage: 3, or lower") as error:
+        refuse_small_gpus(whole, 1, Gpus("small", 1, 1))
+    assert "offload" not in str(error.value), "this stage has none"
+
+
+def test_this_machines_largest_gpus_count(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"0: display": 1 << 20, "1: large": 80 << 30, "2: large": 80 << 30}
+    monkeypatch.setattr(gpus_module, "machine_gpus", lambda: here)
+    refuse_small_gpus(learner_config(tiny_model, device="cuda", world_size=2), 1)
+    with pytest.raises(ConfigError, match="of this machine's GPUs"):
+        refuse_small_gpus(learner_config(tiny_model, device="cuda", world_size=3), 1)
+    with pytest.raises(ConfigError, match="an engine's weights take"):
+        refuse_small_gpus(on_gpu(tiny_model), 70 << 30)
+    monkeypatch.setattr(gpus_module, "machine_gpus", dict)
+    refuse_small_gpus(on_gpu(tiny_model), 70 << 30)
+
+
+def test_only_tokens_that_a_step_has_are_counted(tiny_model: Path) -> None:
+    """The batch of this config: 4 groups of 4 trajectories of at most 64 tokens."""
+    of_a_step = learner_config(tiny_model, max_tokens=1 << 20)
+    assert estimate(of_a_step).tokens == of_a_step.global_batch_size * 64
+    assert estimate(learner_config(tiny_model, max_tokens=96)).tokens == 96
+    alone = learner_config(tiny_model, max_tokens=96, packing="none")
+    assert estimate(alone).tokens == 64
 
 
 def test_the_plan_says_what_fits_another_machine(tiny_model: Path) -> None:

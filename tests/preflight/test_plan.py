@@ -112,9 +112,8 @@ def test_this_machines_memory_does_not_decide_about_a_cluster(write, monkeypatch
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     plan = make_plan(config)
     assert plan.shared_memory_free is None
-    assert "the run asks the cluster's nodes when it starts (now: --cluster)" in plan.text()
+    assert "the nodes are asked when the run starts" in plan.text()
     assert "this machine" not in memory_text(config)
-    assert "the run is on the cluster at RAY_ADDRESS" in memory_text(config)
 
 
 def test_two_ranks_and_two_replicas_fit_two_cpus(write):

@@ -25,12 +25,12 @@ def gpus_here() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def plan_notes(config: Config | OfflineConfig, version: Outline, gpus: int) -> list[str]:
+def plan_notes(config: Config | OfflineConfig, version: Outline, gpus: int | None) -> list[str]:
     """A sentence for each setting that is probably not meant.
 
     Args:
         version: the model's tensors.
-        gpus: GPUs of this machine.
+        gpus: GPUs of this machine. None: the plan is for others.
     """
     lora = config.lora
     trained = version.trained if lora is None else trained_elements(version)
@@ -53,11 +53,11 @@ def notes_text(notes: list[str]) -> list[str]:
     return ["\n".join(["# notes", *(f"  {note}" for note in notes)])] if notes else []
 
 
-def _no_gpu(config: RunSettings, gpus: int) -> str:
+def _no_gpu(config: RunSettings, gpus: int | None) -> str:
     on_cuda = ["learner.device: cuda"] if config.learner.device == "cuda" else []
     if isinstance(config, Config) and config.engines.device == "cuda":
         on_cuda.append("generator.device: cuda")
-    if gpus or not on_cuda or not starts_ray_here():
+    if gpus != 0 or not on_cuda or not starts_ray_here():
         return ""
     return (
         f"this machine has no GPU for {' and '.join(on_cuda)}; set RAY_ADDRESS to a cluster with"

@@ -26,7 +26,7 @@ from asyncrl.preflight.plan.notes import counted, gpus_here, notes_text, plan_no
 from asyncrl.preflight.plan.plan import check_heads, check_sinks, version_outline
 from asyncrl.preflight.resources.adapter import adapter_text, check_adapter, trained_elements
 from asyncrl.preflight.resources.disk import Disk, disk_text, disks, refuse_full
-from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus, smallest_here
+from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus
 from asyncrl.preflight.resources.model_limits import model_context
 from asyncrl.preflight.specs import offline_data_spec
 from asyncrl.runtime.files.opening import make_directory, replace_text
@@ -52,6 +52,8 @@ class OfflinePlan:
     disks: tuple[Disk, ...]
     batch_sizes: BatchSizes
     """Rows of each applied step: other ones before `batch_size` if a resume changed it."""
+    elsewhere: bool = False
+    """Whether the plan is for machines with other GPUs (`--gpu`)."""
 
     @property
     def steps(self) -> int:
@@ -187,7 +189,7 @@ class OfflinePlan:
     @property
     def notes(self) -> list[str]:
         """Settings that are probably not meant."""
-        return plan_notes(self.config, self.version, gpus_here())
+        return plan_notes(self.config, self.version, None if self.elsewhere else gpus_here())
 
     def _trained(self) -> int:
         version = self.version
@@ -292,8 +294,10 @@ def make_offline_plan(config: OfflineConfig, gpus: Gpus | None = None) -> Offlin
     check_adapter(config, version)
     found = disks(config, version.nbytes(config.model.dtype))
     refuse_full(config, found)
-    refuse_small_gpus(config, gpus or smallest_here())
-    return OfflinePlan(config, context, train, held_out, version, found, sizes)
+    refuse_small_gpus(config, version.nbytes(config.model.dtype), gpus)
+    return OfflinePlan(
+        config, context, train, held_out, version, found, sizes, elsewhere=gpus is not None
+    )
 
 
 def _refuse_single_completions(config: OfflineConfig, reports: Mapping[str, OfflineReport]) -> None:

@@ -18,7 +18,7 @@ from asyncrl.preflight.machine import starts_ray_here
 from asyncrl.preflight.plan.text import Plan
 from asyncrl.preflight.resources.adapter import check_adapter, run_outline
 from asyncrl.preflight.resources.disk import disks, refuse_full
-from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus, smallest_here
+from asyncrl.preflight.resources.gpus import Gpus, refuse_small_gpus
 from asyncrl.preflight.resources.model_limits import check_kv_cache, model_context
 from asyncrl.preflight.resources.needs import logical_cpus
 from asyncrl.preflight.specs import data_spec
@@ -84,6 +84,7 @@ def make_plan(config: Config, gpus: Gpus | None = None) -> Plan:
         sandbox,
         found,
         teacher,
+        elsewhere=gpus is not None,
     )
     free = plan.shared_memory_free
     if free is not None and plan.shared_memory_needed > free:
@@ -94,7 +95,7 @@ def make_plan(config: Config, gpus: Gpus | None = None) -> Plan:
             " /dev/shm"
         )
     refuse_full(config, found)
-    refuse_small_gpus(config, gpus or smallest_here())
+    refuse_small_gpus(config, plan.weights_bytes, gpus)
     return plan
 
 

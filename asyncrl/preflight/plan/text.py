@@ -43,7 +43,7 @@ class Plan:
     config: Config
     parts: tuple[Part, ...]
     shared_memory_free: int | None
-    """Free bytes of /dev/shm; None: the run is on a cluster, whose nodes are asked at its start."""
+    """Free bytes of /dev/shm; None: the run is on other machines, which are asked at its start."""
     context: int
     prompts: PromptReport
     truncation: dict[str, LengthReport]
@@ -61,6 +61,9 @@ class Plan:
     teacher: str | None = None
     """What is known of the teacher. None: the run has no teacher."""
 
+    elsewhere: bool = False
+    """Whether the plan is for machines with other GPUs (`--gpu`)."""
+
     @property
     def weights_bytes(self) -> int:
         """Bytes of the whole model as it is published."""
@@ -75,7 +78,7 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """Settings that are probably not meant."""
-        return plan_notes(self.config, self.version, gpus_here())
+        return plan_notes(self.config, self.version, None if self.elsewhere else gpus_here())
 
     def config_text(self) -> str:
         """All settings with their values."""
@@ -197,7 +200,7 @@ class Plan:
         room = (
             f"free in /dev/shm {free / mib:.0f} MiB"
             if free is not None
-            else "the run asks the cluster's nodes when it starts (now: --cluster)"
+            else "the nodes are asked when the run starts"
         )
         return (
             f"# shared memory\n  weights of one version"

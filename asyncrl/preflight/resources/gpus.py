@@ -28,6 +28,8 @@ KINDS = {
 """GiB that CUDA reports for these GPUs."""
 ENGINE_EXTRA = 3 * GIB
 """What an engine takes beside weights and KV cache: activations of a step, and CUDA graphs."""
+SURELY = 1.1
+"""Share of the memory above which a run is refused. The estimate was 1.06 of a measured peak."""
 NEARLY_FULL = 0.9
 """Share of the memory above which a plan warns: the estimate leaves out libraries."""
 
@@ -58,25 +60,50 @@ def named_gpus(text: str) -> Gpus:
     return Gpus(found[1], int(found[2] or 1), int(KINDS[found[1]] * GIB))
 
 
-def smallest_here() -> Gpus | None:
-    """This machine's GPUs, as if all had the memory of the smallest one; None without any, or for
-    a run on a cluster."""
-    gpus = machine_gpus()
-    return Gpus("this machine's GPUs", len(gpus), min(gpus.values())) if gpus else None
+def _here(count: int) -> Gpus | None:
+    """The smallest of this machine's largest `count` GPUs; None without any, or for a run on a
+    cluster."""
+    sizes = sorted(machine_gpus().values(), reverse=True)[:count]
+    return Gpus("this machine's GPUs", len(sizes), sizes[-1]) if sizes else None
 
 
-def refuse_small_gpus(config: RunSettings, gpus: Gpus | None) -> None:
-    """Raise ConfigError if a learner rank, or the weights of an engine, take more memory than they
-    may have of one of these GPUs."""
-    if gpus is None:
-        return
+def refuse_small_gpus(config: RunSettings, version_bytes: int, gpus: Gpus | None = None) -> None:
+    """Raise ConfigError if a learner rank, or the weights of an engine, cannot fit a GPU.
+
+    Args:
+        version_bytes: bytes of the whole model as it is published.
+        gpus: those of other machines. None: this one's, if the run is here.
+    """
     if config.learner.device == "cuda":
-        needed, most = device_bytes(estimate(config)), int(config.rank_share * gpus.size)
-        if needed > most:
+        on = gpus or _here(config.learner.world_size)
+        needed = device_bytes(estimate(config))
+        if on is not None and needed > SURELY * config.rank_share * on.size:
             raise ConfigError(
                 f"a learner rank needs about {shown(needed)} of GPU memory, and may have"
-                f" {shown(most)} of {gpus.name}; {_remedies(config)}"
+                f" {shown(config.rank_share * on.size)} of {on.name}; {_remedies(config)}"
             )
+    if _has_engines(config):
+        assert isinstance(config, Config)
+        on = gpus or _here(config.engines.num_replicas * config.engines.workers)
+        if on is not None and (room := _room(config, on, version_bytes)) <= 0:
+            given = config.engine_share * on.size * config.engines.workers
+            raise ConfigError(
+                f"an engine's weights take {shown(version_bytes)} and its activations about"
+                f" {shown(given - room - version_bytes)}, and it may have {shown(given)} of"
+                f" {config.engines.workers} of {on.name}; raise generator.tensor_parallel_size,"
+                " or generator.gpu_memory_utilization"
+            )
+
+
+def _has_engines(config: RunSettings) -> bool:
+    """Whether the run starts engines on GPUs."""
+    return isinstance(config, Config) and config.owns_generators and config.engines.device == "cuda"
+
+
+def _room(config: Config, gpus: Gpus, version_bytes: int) -> float:
+    """Bytes for the KV cache of one engine, over all of its GPUs."""
+    workers = config.engines.workers
+    return config.engine_share * gpus.size * workers - version_bytes - ENGINE_EXTRA * workers
 
 
 def gpu_text(config: RunSettings, gpus: Gpus, version_bytes: int) -> str:
@@ -88,12 +115,11 @@ def gpu_text(config: RunSettings, gpus: Gpus, version_bytes: int) -> str:
     Raises:
         ConfigError: the run uses no GPU, or a part does not fit.
     """
-    engines = isinstance(config, Config) and config.engines.device == "cuda"
-    if config.learner.device != "cuda" and not engines:
+    if config.learner.device != "cuda" and not _has_engines(config):
         raise ConfigError(
             "--gpu: the run uses no GPU; set learner.device or generator.device: cuda"
         )
-    refuse_small_gpus(config, gpus)
+    refuse_small_gpus(config, version_bytes, gpus)
     lines = [f"# on {gpus.name}, {gpus.count} on a machine, with {shown(gpus.size)} each"]
     if config.learner.device == "cuda":
         needed, most = device_bytes(estimate(config)), config.rank_share * gpus.size
@@ -102,23 +128,14 @@ def gpu_text(config: RunSettings, gpus: Gpus, version_bytes: int) -> str:
             f"  learner rank  {shown(needed)} of {shown(most)}, without libraries"
             f" ({needed / most:.0%}{warning})"
         )
-    if isinstance(config, Config) and engines and config.owns_generators:
+    if isinstance(config, Config) and _has_engines(config):
         lines.append(f"  engine        {_engine(config, gpus, version_bytes)}")
     return "\n".join(lines)
 
 
 def _engine(config: Config, gpus: Gpus, version_bytes: int) -> str:
     """Weights and KV cache of one engine over all of its GPUs."""
-    workers = config.engines.workers
-    room = config.engine_share * gpus.size * workers - version_bytes - ENGINE_EXTRA * workers
-    if room <= 0:
-        raise ConfigError(
-            f"the weights of an engine take {shown(version_bytes)}, and generator."
-            f"gpu_memory_utilization leaves {shown(config.engine_share * gpus.size * workers)} of"
-            f" {workers} {gpus.name}, of which activations take about"
-            f" {shown(ENGINE_EXTRA * workers)}; raise generator.tensor_parallel_size, or the share"
-        )
-    width = kv_bytes_per_token(config)
+    room, width = _room(config, gpus, version_bytes), kv_bytes_per_token(config)
     cache = (
         "a KV cache whose size per token is not known"
         if width is None
@@ -135,7 +152,10 @@ def _remedies(config: RunSettings) -> str:
     ways = {
         "set learner.gradient_checkpointing: true": not learner.gradient_checkpointing,
         "raise learner.world_size": learner.zero_stage == 3,
-        "set learner.offload_optimizer: cpu": learner.offload_optimizer == "none",
+        "set learner.zero_stage: 3": learner.zero_stage != 3,
+        "set learner.offload_optimizer: cpu": learner.zero_stage == 3
+        and learner.offload_optimizer == "none",
+        "raise learner.gpu_memory_utilization": config.rank_share < 1,
         "lower learner.max_tokens_per_gpu": True,
         "train an adapter (lora)": config.lora is None,
     }

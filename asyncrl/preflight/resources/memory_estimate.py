@@ -11,10 +11,10 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.algorithms.logit_chunks import LIVE_CHUNKS, chunk_elements
-from asyncrl.config import LearnerConfig, RunSettings
+from asyncrl.config import Config, LearnerConfig, OfflineConfig, RunSettings
 from asyncrl.config.schema import ZERO_BUCKET_ELEMENTS
 from asyncrl.generation.served import text_config
-from asyncrl.models.supported import squares_scores
+from asyncrl.models.supported import chosen_packing, squares_scores
 from asyncrl.preflight.machine import starts_ray_here
 from asyncrl.preflight.resources.activations import (
     HEADS,
@@ -33,7 +33,6 @@ a chunk's, and their float32 sum."""
 DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
 """One of them exists where a program can use a GPU, in containers and WSL too. Without them, torch
 need not be imported, which takes a second or more."""
-ELSEWHERE = "  the run is on the cluster at RAY_ADDRESS; --cluster asks its nodes for their memory"
 HOST_BUFFERS = 1.5
 """Host memory that DeepSpeed's formula counts for each byte that is in use there."""
 STAGES = (1, 2, 3)
@@ -66,6 +65,8 @@ class Needs:
     activations: int = 0
     """What the layers keep for the backward pass, at the same time as `logits`. Device. 0: unknown,
     the model's config.json has other names of sizes."""
+    tokens: int = 0
+    """Most tokens that a rank processes at once."""
     other_activations: int = 0
     """The same with the other value of learner.gradient_checkpointing."""
 
@@ -120,7 +121,7 @@ def estimate(config: RunSettings) -> Needs:
         LIVE_CHUNKS * chunk + (HEAD_GRADIENTS + learner.cast_lm_head_to_fp32) * vocabulary * width
     )
     kept, other = (
-        _activations(learner, text, logits, checkpointing)
+        _activations(learner, text, _tokens_of_a_pass(config, tree), logits, checkpointing)
         for checkpointing in (learner.gradient_checkpointing, not learner.gradient_checkpointing)
     )
     return Needs(
@@ -132,6 +133,7 @@ def estimate(config: RunSettings) -> Needs:
         logits,
         _scores(config, tree, text),
         kept,
+        _tokens_of_a_pass(config, tree),
         other,
         {
             stage: _states(learner.model_copy(update={"zero_stage": stage}), sizes)[0]
@@ -153,7 +155,7 @@ def _states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
         return _sharded_states(learner, sizes)
     ranks, trained = learner.world_size, sizes.trained
     weights = (2 if learner.bf16 else 4) * sizes.total
-    masters_and_moments = 12 * trained // ranks
+    masters_and_moments = 4 * (1 + learner.optimizer.moments) * trained // ranks
     if learner.zero_stage == 1:
         # Whole gradients until the step, which copies its shard of them.
         gradients = 4 * trained + 4 * trained // ranks
@@ -173,18 +175,18 @@ def _sharded_states(learner: LearnerConfig, sizes: Sizes) -> tuple[int, int]:
     """The same with ZeRO-3, by DeepSpeed's formula (`estimate_zero3_model_states_mem_needs`),
     whose import takes seconds.
 
-    It assumes mixed precision with 18 bytes per parameter. In float32 it is 16, plus 4 during a
-    step.
+    It assumes mixed precision with 18 bytes per parameter, of which AdamW's two moments are 8. In
+    float32 it is 16, plus 4 during a step.
     """
-    ranks = learner.world_size
+    ranks, states = learner.world_size, 8 + 4 * learner.optimizer.moments
     if learner.offload_optimizer != "cpu":
         host = int(4 * sizes.largest * ranks * HOST_BUFFERS)
-        device = 4 * sizes.largest + 18 * sizes.trained // ranks
+        device = 4 * sizes.largest + (states + 2) * sizes.trained // ranks
     elif learner.offload_param != "cpu":
-        host = int(16 * sizes.trained * HOST_BUFFERS)
+        host = int(states * sizes.trained * HOST_BUFFERS)
         device = 4 * sizes.largest + 2 * sizes.trained // ranks
     else:
-        host, device = int(18 * sizes.trained * HOST_BUFFERS), 4 * sizes.largest
+        host, device = int((states + 2) * sizes.trained * HOST_BUFFERS), 4 * sizes.largest
     element = 2 if learner.bf16 else 4
     if sizes.trained != sizes.total:
         frozen = sizes.total * element // learner.world_size
@@ -211,18 +213,42 @@ def _scores(config: RunSettings, tree: Mapping[str, object], text: Mapping[str, 
     )
 
 
+def _tokens_of_a_pass(config: RunSettings, tree: Mapping[str, object]) -> int:
+    """Most tokens that a rank processes at once."""
+    learner, longest = config.learner, config.longest_trajectory
+    if chosen_packing(tree, learner.packing) == "none":
+        return min(learner.max_tokens_per_gpu, longest)
+    if isinstance(config, OfflineConfig):
+        sequences = 2 * config.batch_size  # a pair has two
+    elif isinstance(config, Config) and config.environment is None:
+        sequences = config.global_batch_size
+    else:  # a session may have several paths
+        return learner.max_tokens_per_gpu
+    ranks = learner.world_size // learner.sequence_parallel_size
+    return min(learner.max_tokens_per_gpu, -(-sequences // ranks) * longest)
+
+
 def _activations(
-    learner: LearnerConfig, text: Mapping[str, object], logits: int, checkpointing: bool
+    learner: LearnerConfig,
+    text: Mapping[str, object],
+    tokens: int,
+    logits: int,
+    checkpointing: bool,
 ) -> int:
     """Bytes beside a chunk of logits. With checkpointing, a layer is computed again when the
     logits are gone, so only what it takes beyond them counts."""
     item = 2 if learner.bf16 else 4
-    kept, layer = activations(text, learner.max_tokens_per_gpu, item, checkpointing)
+    kept, layer = activations(text, tokens, item, checkpointing)
     return kept + (max(0, layer - logits) if checkpointing else 0)
 
 
-def memory_text(config: RunSettings) -> str:
-    """The estimate for people, and the memory of this machine if the run is on it."""
+def memory_text(config: RunSettings, here: bool | None = None) -> str:
+    """The estimate for people, and the memory of this machine if the run is on it.
+
+    Args:
+        here: whether it is. None: unless there is a cluster at RAY_ADDRESS.
+    """
+    here = starts_ray_here() if here is None else here
     needs, learner = estimate(config), config.learner
     on_cpu = learner.device == "cpu"
     device = "host" if on_cpu else "GPU"
@@ -233,8 +259,7 @@ def memory_text(config: RunSettings) -> str:
         ("a chunk of logits and the head's gradients", device, needs.logits),
     ]
     if needs.activations:
-        tokens = f"activations of {learner.max_tokens_per_gpu:,} tokens"
-        rows.append((tokens, device, needs.activations))
+        rows.append((f"activations of {needs.tokens:,} tokens", device, needs.activations))
     if needs.scores:
         rows.append(("scores of the longest trajectory, tokens squared", device, needs.scores))
     totals = {
@@ -249,7 +274,7 @@ def memory_text(config: RunSettings) -> str:
         if on_cpu and learner.offload_optimizer == "cpu"
         else ""
     )
-    sharded = learner.zero_stage == 3
+    sharded, gpus = learner.zero_stage == 3, machine_gpus() if here and not on_cpu else {}
     by_deepspeed = "; the first two rows are DeepSpeed's own estimate" if sharded else ""
     return "\n".join(
         [
@@ -261,12 +286,12 @@ def memory_text(config: RunSettings) -> str:
                 f" {learner.offload_optimizer}, offload_param"
                 f" {learner.offload_param}{by_deepspeed}"
             ),
-            *(f"  {name:<50}{memory:<5}{shown(size)}" for name, memory, size in rows),
+            *(f"  {name:<50}{memory:<5}{shown(size):>13}" for name, memory, size in rows),
             *_other_stages(needs),
             "  activations grow with max_tokens_per_gpu;"
             f" {_other_activations(needs, learner)}{note}"
-            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], machine_gpus())),
-            f"  this machine: {_machine()}" if starts_ray_here() else ELSEWHERE,
+            + ("" if on_cpu else limit_text(config.rank_share, totals["GPU"], gpus)),
+            *([f"  this machine: {_machine()}"] if here else []),
         ]
     )
 
