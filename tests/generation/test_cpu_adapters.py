@@ -7,10 +7,9 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from vllm.lora.ops.torch_ops import lora_ops
 
-lora_ops = pytest.importorskip("vllm.lora.ops.torch_ops.lora_ops")
-
-from asyncrl.generation import cpu_adapters  # noqa: E402
+from asyncrl.generation import cpu_adapters
 
 SLOTS, RANK, WIDTH, OUT = 3, 4, 6, 10
 THEIRS = {name: getattr(lora_ops, name) for name in ("bgmv_shrink", "bgmv_expand_slice")}
@@ -55,6 +54,7 @@ def test_each_row_gets_its_own_adapter_and_a_row_without_one_gets_none(slots, se
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_with_adapters_get_what_vllm_gives_them(rows, dtype):
+    assert {made.__module__ for made in THEIRS.values()} == {lora_ops.__name__}
     torch.manual_seed(0)
     inputs = torch.randn(rows, WIDTH).to(dtype)
     first, second = (torch.randn(shape).to(dtype) for shape in ((2, 1, 4, WIDTH), (2, 1, OUT, 4)))
